@@ -1,0 +1,39 @@
+"""fxpasses: the `hardened` backend for torch.compile.
+
+Importing this package is cheap: nothing of torch is loaded until a name below is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Hardening": "fxpasses.config",
+    "Pass": "fxpasses.passes.base",
+    "Report": "fxpasses.passes.base",
+    "Role": "fxpasses.graph",
+    "TrainingGraph": "fxpasses.graph",
+    "register_pass": "fxpasses.registry",
+    "runtime": "fxpasses.runtimes",
+    "splice": "fxpasses.rewrite",
+}
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from fxpasses.config import Hardening as Hardening
+    from fxpasses.graph import Role as Role
+    from fxpasses.graph import TrainingGraph as TrainingGraph
+    from fxpasses.passes.base import Pass as Pass
+    from fxpasses.passes.base import Report as Report
+    from fxpasses.registry import register_pass as register_pass
+    from fxpasses.rewrite import splice as splice
+    from fxpasses.runtimes import runtime as runtime
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fxpasses' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,129 @@
+"""What we need of AOTAutograd internals (`torch._functorch`). Checked on torch 2.11, 2.13 and 2.14.
+
+Sources: `torch/_functorch/_aot_autograd/descriptors.py` (what each input and output is),
+`torch/_functorch/partitioners.py` (how a joint graph is split), `.../runtime_wrappers.py` (the
+autograd function that runs the two halves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+from fxpasses.graph import Role
+
+TANGENT_PREFIX = "tangents_"
+VIEW_CHAIN = 16  # how many views deep an output may hang below the compiled function's own node
+
+
+def is_whole_joint(module: fx.GraphModule) -> bool:
+    """Whether this is the joint graph of a compilation, not of a region inside one (no descriptors)."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return bool(placeholders) and all("desc" in n.meta for n in placeholders)
+
+
+def annotate_joint(module: fx.GraphModule, forward_outputs: int, input_roles: Sequence[Role]) -> None:
+    """Write roles to a joint graph.
+
+    Args:
+        forward_outputs: how many of its outputs belong to the forward.
+        input_roles: role of each input of the program that was traced, by position.
+    """
+    for node in module.graph.find_nodes(op="placeholder"):
+        node.meta["role"] = _input_role(node.meta["desc"], node.name, input_roles)
+    output = module.graph.output_node()
+    descriptors = output.meta["desc"]
+    output.meta["roles"] = tuple(
+        _output_role(desc, position, position < forward_outputs, input_roles)
+        for position, desc in enumerate(descriptors)
+    )
+
+
+def _input_role(desc: Any, name: str, input_roles: Sequence[Role]) -> Role:
+    if isinstance(desc, TangentAOTInput):
+        return Role("tangent", name)
+    if isinstance(desc, ParamAOTInput):
+        return Role("parameter", desc.target)
+    if isinstance(desc, BufferAOTInput):
+        return Role("buffer", desc.target)
+    if isinstance(desc, PlainAOTInput):
+        return input_roles[desc.idx]
+    return Role("input", name)
+
+
+def _output_role(desc: Any, position: int, forward: bool, input_roles: Sequence[Role]) -> Role:
+    if isinstance(desc, GradAOTOutput):
+        of = _input_role(desc.grad_of, f"input_{position}", input_roles)
+        return Role("gradient" if of.kind == "parameter" else "input_gradient", of.name)
+    if isinstance(desc, InputMutationAOTOutput):
+        return Role("mutation", _input_role(desc.mutated_input, f"input_{position}", input_roles).name)
+    return Role("output" if forward else "input_gradient", f"{position}")
+
+
+def annotate_backward(module: fx.GraphModule, output_roles: Sequence[Role]) -> None:
+    """Write roles to the backward half of a joint graph, given the roles of the joint's backward outputs."""
+    for node in module.graph.find_nodes(op="placeholder"):
+        kind = "tangent" if node.name.startswith(TANGENT_PREFIX) else "saved"
+        node.meta["role"] = Role(kind, node.name)
+    module.graph.output_node().meta["roles"] = tuple(output_roles)
+
+
+def rename_state_input(node: fx.Node) -> None:
+    """Give a state input a tangent's name: AOTAutograd and Inductor expect saved values, then tangents,
+    and tell them apart by name.
+    """
+    node._rename(TANGENT_PREFIX + node.name)
+
+
+def returned_positions(tangents: Iterable[fx.Node], metadata: Any) -> tuple[int | None, ...]:
+    """For each tangent the position, among what the autograd function returned, that it belongs to.
+
+    None where that can't be told (tangents of written inputs): such a tangent counts as always given.
+    """
+    mutated_inputs, outputs = metadata.num_mutated_inp_runtime_indices, metadata.num_outputs
+    positions: list[int | None] = []
+    bases = 0
+    for node in tangents:
+        of = node.meta["desc"].output if isinstance(node.meta.get("desc"), TangentAOTInput) else None
+        if isinstance(of, PlainAOTOutput):
+            positions.append(mutated_inputs + of.idx)
+        elif isinstance(of, IntermediateBaseAOTOutput):
+            positions.append(mutated_inputs + outputs + bases)
+            bases += 1
+        else:
+            positions.append(None)
+    return tuple(positions)
+
+
+def forward_metadata() -> Any:
+    """What AOTAutograd knows of the forward that is being compiled (`ViewAndMutationMeta`)."""
+    context = torch._guards.TracingContext.try_get()
+    return None if context is None else context.fw_metadata
+
+
+def autograd_node(tensors: Iterable[Any], metadata: Any) -> Any:
+    """The autograd node behind freshly returned tensors that runs the backward compiled with `metadata`.
+
+    Outputs that are views or written inputs hang a few nodes below their own `grad_fn`.
+    """
+    level = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor)} - {None}
+    for _ in range(VIEW_CHAIN):
+        for node in level:
+            function = getattr(type(node), "_forward_cls", None)
+            if function is not None and getattr(function, "metadata", None) is metadata:
+                return node
+        level = {following for node in level for following, _ in node.next_functions} - {None}
+    return None

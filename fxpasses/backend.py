@@ -1,0 +1,68 @@
+"""The entry point: a Dynamo graph in, a compiled callable out. Knows no pass by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpasses import pipeline
+from fxpasses.config import Hardening
+from fxpasses.distributed.group import resolve
+from fxpasses.dynamo import input_roles, user_errors_visible
+from fxpasses.unit import Unit
+
+
+def hardened(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Backend `"hardened"` of torch.compile: passes over the ATen graph, then Inductor.
+
+    Args:
+        gm: the graph that Dynamo captured.
+        example_inputs: its inputs, fake.
+        options: see `fxpasses.Hardening`.
+        mode: a mode of Inductor, such as `"max-autotune"`.
+
+    Raises:
+        ValueError: for a wrong option, before anything is compiled.
+    """
+    import torch._inductor
+
+    from fxpasses import inductor
+
+    with user_errors_visible():
+        unit = _unit(gm, example_inputs, options, inductor.decompositions())
+    patches = torch._inductor.list_mode_options(mode) if mode else {}
+    return inductor.compile_unit(gm, example_inputs, unit, patches)
+
+
+def hardened_aot_eager(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Backend `"hardened_aot_eager"`: the same passes, run by eager kernels. For debugging and tests."""
+    from fxpasses import eager
+
+    with user_errors_visible():
+        unit = _unit(gm, example_inputs, options, {})
+    return eager.compile_unit(gm, example_inputs, unit)
+
+
+def _unit(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None,
+    decompositions: dict[Any, Callable[..., Any]],
+) -> Unit:
+    hardening = Hardening.from_options(options)
+    group = resolve(hardening.process_group)
+    passes = pipeline.build(hardening, group.name, group.size, group.rank)
+    return Unit(hardening, group, passes, input_roles(gm, example_inputs), decompositions)

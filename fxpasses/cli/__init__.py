@@ -1,0 +1,32 @@
+"""The `fxpasses` command."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from fxpasses import __version__
+
+
+@click.group()
+@click.version_option(__version__)
+def main() -> None:
+    """Look into the `hardened` backend of torch.compile."""
+
+
+@main.command()
+def passes() -> None:
+    """List the passes: stage, contract, options and where these take their default from."""
+    from fxpasses.registry import passes as known
+
+    for name, cls in sorted(known().items()):
+        numerics = "bitwise" if cls.preserves_numerics else cls().error_bound()
+        click.echo(f"{name}  ({cls.stage} graph; {numerics})")
+        for label in ("requires", "provides", "conflicts"):
+            if values := getattr(cls, label):
+                click.echo(f"    {label}: {', '.join(sorted(values))}")
+        for field in dataclasses.fields(cls):
+            source = field.metadata.get("environment")
+            default = f"from {source!r}" if source else repr(field.default)
+            click.echo(f"    {field.name}: {field.type} = {default}")

@@ -1,0 +1,119 @@
+"""`Hardening`: what a user may ask of the backend.
+
+One frozen dataclass is the schema of `torch.compile(options=...)`, the layout of a profile file and a
+part of every cache key. A wrong key or value is a `ValueError` that names the option, what it got and
+what would work, raised before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REDUCTIONS = ("mean", "sum")
+WIRE_DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardening:
+    """Options of the `hardened` backend.
+
+    Attributes:
+        process_group: a `torch.distributed.ProcessGroup` or its registered name; `None` is the default
+            group once `torch.distributed` is initialised, and no communication before.
+        reduce: `"mean"` or `"sum"` of the gradients over the ranks.
+        reduce_dtype: dtype on the wire, `"fp32"`, `"bf16"` or `"fp16"`; `None` keeps each gradient's own.
+        bucket_mb: target size of a bucket in MiB (2**20 bytes) of gradient.
+        passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
+            other options imply. `fxpasses passes` lists what can stand in it.
+        dump: folder that receives the graph as text after each pass.
+        profile: TOML file with these same keys; options given explicitly win over it.
+    """
+
+    process_group: Any = None
+    reduce: str = "mean"
+    reduce_dtype: str | None = None
+    bucket_mb: float = 25.0
+    passes: str | None = None
+    dump: str | None = None
+    profile: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("reduce", self.reduce, REDUCTIONS)
+        if self.reduce_dtype is not None:
+            _check_choice("reduce_dtype", self.reduce_dtype, WIRE_DTYPES)
+        _check_positive_number("bucket_mb", self.bucket_mb)
+        for name in ("passes", "dump", "profile"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"option {name!r}: expected a string, got {value!r}")
+        _check_process_group(self.process_group)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> Hardening:
+        """Build from the mapping given to `torch.compile(options=...)`, over the profile it may name.
+
+        Raises:
+            ValueError: for an unknown key, a value out of range, or a profile that can't be read.
+        """
+        options = dict(options or {})
+        _check_keys(options, "option")
+        profile = options.get("profile")
+        settings = {**_read_profile(profile), **options} if profile is not None else options
+        return cls(**settings)
+
+
+def nearest(word: str, known: Any) -> str:
+    """`"; did you mean 'x'?"` for the closest of `known`, or a list of all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def _check_keys(settings: Mapping[str, Any], what: str) -> None:
+    known = {field.name for field in dataclasses.fields(Hardening)}
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"unknown {what} {key!r}{nearest(str(key), known)}")
+
+
+def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"option {option!r}: got {value!r}{nearest(str(value), choices)}")
+
+
+def _check_positive_number(option: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"option {option!r}: got {value!r}; expected a positive number")
+
+
+def _check_process_group(value: Any) -> None:
+    if value is None or isinstance(value, str):
+        return
+    import torch.distributed as dist
+
+    if not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+        raise ValueError(
+            f"option 'process_group': got {value!r}; expected a torch.distributed.ProcessGroup or its name"
+        )
+
+
+def _read_profile(path: Any) -> dict[str, Any]:
+    if not isinstance(path, str):
+        raise ValueError(f"option 'profile': expected a path, got {path!r}")
+    try:
+        settings = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"option 'profile': can't read {path!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"option 'profile': {path!r} is not TOML: {error}") from error
+    _check_keys(settings, f"key in profile {path!r}:")
+    if "profile" in settings:
+        raise ValueError(f"option 'profile': {path!r} names another profile; that is not supported")
+    return settings

@@ -1,0 +1,62 @@
+"""The process group that gradients are reduced over."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+
+from fxpasses.config import nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A process group as the compiler sees it.
+
+    Attributes:
+        name: registered name, as functional collectives take it; None without `torch.distributed`.
+        size: number of ranks.
+        rank: this process's rank within the group.
+    """
+
+    name: str | None
+    size: int
+    rank: int
+
+
+def resolve(process_group: Any) -> Group:
+    """The group that option `process_group` means.
+
+    Args:
+        process_group: a ProcessGroup, its registered name, or None for the default group.
+
+    Raises:
+        ValueError: for an unknown name, a group that this process is not in, or a group given although
+            `torch.distributed` is not initialised.
+    """
+    if not is_initialized():
+        if process_group is not None:
+            raise ValueError(
+                f"option 'process_group': got {process_group!r}, but torch.distributed is not initialised; "
+                "call torch.distributed.init_process_group first"
+            )
+        return Group(None, 1, 0)
+    group = dist.group.WORLD if process_group is None else process_group
+    if isinstance(group, str):
+        group = _by_name(group)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("option 'process_group': this process is not a member of the group given")
+    return Group(group.group_name, dist.get_world_size(group), rank)
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _by_name(name: str) -> dist.ProcessGroup:
+    known = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
+    if name not in known:
+        raise ValueError(f"option 'process_group': no group is named {name!r}{nearest(name, known)}")
+    return known[name]

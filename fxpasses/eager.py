@@ -1,0 +1,38 @@
+"""The same unit without Inductor: AOTAutograd's graphs, run node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from fxpasses.unit import Unit
+
+
+def compile_unit(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit
+) -> Callable[..., Any]:
+    """Run a Dynamo graph's forward and backward, passes applied, with eager kernels."""
+
+    def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        unit.note_forward()
+        return make_boxed_func(module.forward)
+
+    def backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return unit.backward(make_boxed_func(module.forward))
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        return unit.partition(joint, joint_inputs, min_cut_rematerialization_partition, **kwargs)
+
+    compiled = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=lambda module, inputs: make_boxed_func(module.forward),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )(gm, example_inputs)
+    return unit.forward(compiled)

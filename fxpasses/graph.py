@@ -1,0 +1,207 @@
+"""`TrainingGraph`: an ATen FX graph whose inputs and outputs have roles.
+
+It is built from AOTAutograd's joint graph, from the backward graph after partition, from an exported
+program or by a test (`fxpasses.sources`); a pass can't tell these apart. Roles live in node metadata, so
+they survive copies:
+
+    placeholder.meta["role"]   Role
+    output.meta["roles"]       tuple of Role, one per output in order
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxpasses.effects import is_effectful
+
+INPUT_KINDS = ("parameter", "buffer", "input", "saved", "tangent", "state")
+OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What an input or output of a graph is for.
+
+    Attributes:
+        kind: one of `INPUT_KINDS` (inputs) or `OUTPUT_KINDS` (outputs).
+        name: qualified parameter or buffer name, state name, or a node name where nothing better exists.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpec:
+    """A tensor that lives across steps: what to allocate when it is first needed.
+
+    Attributes:
+        kind: what it is, the first part of its name (`"residual"`).
+        parameter: qualified name of the parameter it belongs to.
+        fill: initial value of each element.
+    """
+
+    kind: str
+    parameter: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    fill: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{self.parameter}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """A gradient output: of which parameter, by which node, at which output index."""
+
+    parameter: str
+    node: fx.Node
+    index: int
+
+
+class TrainingGraph:
+    """An ATen graph with roles.
+
+    Args:
+        module: the graph; each placeholder and the output node carry their roles.
+        decompositions: table that `rewrite.splice` traces new code with; what consumes the graph decides.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, decompositions: dict[Any, Callable[..., Any]] | None = None
+    ) -> None:
+        self.module = module
+        self.decompositions = decompositions or {}
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def output_node(self) -> fx.Node:
+        return self.graph.output_node()
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """The fake mode of the values in `node.meta["val"]`."""
+        for node in self.graph.nodes:
+            mode = getattr(node.meta.get("val"), "fake_mode", None)
+            if mode is not None:
+                return mode
+        raise ValueError("the graph holds no fake tensor: trace it under a FakeTensorMode")
+
+    def inputs(self, kind: str | None = None) -> list[tuple[fx.Node, Role]]:
+        """Placeholders in order, of one kind if given."""
+        nodes = self.graph.find_nodes(op="placeholder")
+        return [(n, n.meta["role"]) for n in nodes if kind in (None, n.meta["role"].kind)]
+
+    def outputs(self, kind: str | None = None) -> list[tuple[int, Any, Role]]:
+        """(index, node or None, role) of each output in order, of one kind if given."""
+        values, roles = self.output_node.args[0], self.output_node.meta["roles"]
+        assert isinstance(values, list | tuple) and len(values) == len(roles)
+        pairs = enumerate(zip(values, roles, strict=True))
+        return [(i, v, r) for i, (v, r) in pairs if kind in (None, r.kind)]
+
+    def gradients(self) -> list[Gradient]:
+        """The parameter gradients that this graph computes, in output order."""
+        found = self.outputs("gradient")
+        return [Gradient(r.name, v, i) for i, v, r in found if isinstance(v, fx.Node)]
+
+    def set_output(self, index: int, node: fx.Node) -> None:
+        """Make `node` the output at `index`; its role stays."""
+        values = list(self.output_node.args[0])  # type: ignore[arg-type]
+        values[index] = node
+        self.output_node.args = (tuple(values),)
+
+    def add_output(self, node: fx.Node, role: Role) -> None:
+        """Append an output."""
+        values, roles = self.output_node.args[0], self.output_node.meta["roles"]
+        self.output_node.args = ((*values, node),)  # type: ignore[misc]
+        self.output_node.meta["roles"] = (*roles, role)
+
+    def add_input(self, name: str, role: Role, value: torch.Tensor) -> fx.Node:
+        """Append a placeholder after the existing ones. `value`: a fake tensor of this graph's mode."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        first = next(iter(self.graph.nodes))
+        insertion = self.graph.inserting_after(placeholders[-1]) if placeholders else (
+            self.graph.inserting_before(first)
+        )
+        with insertion:
+            node = self.graph.placeholder(name)
+        node.meta.update(role=role, val=value)
+        return node
+
+    def add_state(self, spec: StateSpec) -> fx.Node:
+        """The input that holds this state before the graph runs; added on first use.
+
+        The graph writes it with `write_state`. At run time it is looked up by the parameter's identity.
+        """
+        for node, role in self.inputs("state"):
+            if role.name == spec.name:
+                assert node.meta["state"] == spec, f"state {spec.name} declared twice, differently"
+                return node
+        with self.fake_mode:
+            value = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+        node = self.add_input("state_" + _identifier(spec.name), Role("state", spec.name), value)
+        node.meta["state"] = spec
+        return node
+
+    def write_state(self, name: str, node: fx.Node) -> None:
+        """Make `node` the value that state `name` has after the graph ran."""
+        for index, _, role in self.outputs("state"):
+            if role.name == name:
+                self.set_output(index, node)
+                return
+        self.add_output(node, Role("state", name))
+
+    def eliminate_dead_code(self) -> bool:
+        """Drop nodes that nothing uses and that have no effect; returns whether any went."""
+        return self.graph.eliminate_dead_code(
+            lambda n: n.op in ("placeholder", "output") or is_effectful(n)
+        )
+
+    def positions(self) -> dict[fx.Node, int]:
+        """Index of each node in the graph's order."""
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    def walk(self) -> Iterator[fx.Node]:
+        """The operator calls in order."""
+        return (n for n in self.graph.nodes if n.op == "call_function")
+
+    def fingerprint(self) -> str:
+        """Digest of nodes, arguments and roles: equal exactly when a pass changed nothing."""
+        digest = hashlib.sha256()
+        for node in self.graph.nodes:
+            digest.update(f"{node.format_node()}{node.meta.get('role')}{node.meta.get('roles')}".encode())
+            if node.op == "output":
+                digest.update(str(node.args).encode())
+        return digest.hexdigest()
+
+    def recompile(self) -> None:
+        self.module.recompile()
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def tangents_reaching(graph: TrainingGraph) -> dict[fx.Node, frozenset[int]]:
+    """For each node the tangents (by position among the tangents) that it depends on."""
+    reach: dict[fx.Node, frozenset[int]] = {}
+    tangents = {node: i for i, (node, _) in enumerate(graph.inputs("tangent"))}
+    empty: frozenset[int] = frozenset()
+    for node in graph.graph.nodes:
+        own = frozenset({tangents[node]}) if node in tangents else empty
+        above = [reach[n] for n in node.all_input_nodes if reach[n]]
+        reach[node] = above[0] if len(above) == 1 and not own else own.union(*above)
+    return reach

@@ -1,0 +1,1 @@
+"""The passes, one a file. They are listed in the entry-point group `fxpasses.passes`."""

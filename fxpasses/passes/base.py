@@ -1,0 +1,84 @@
+"""What a pass is: a frozen dataclass whose fields are its options, with a contract and a `run`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from fxpasses.graph import TrainingGraph
+
+STAGES = ("joint", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a pass did.
+
+    Attributes:
+        changed: whether the graph differs from what it was.
+        counts: named figures for the listing, such as `{"buckets": 3, "bytes": 4096}`.
+    """
+
+    changed: bool
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def from_environment(key: str) -> Any:
+    """A field that, left at None, takes its value from the backend's options (`reduce`, `bucket_mb`, …) or
+    from the process group (`group`, `world`, `rank`) when the pipeline is put together.
+    """
+    return dataclasses.field(default=None, metadata={"environment": key})
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Base class of passes. Subclass it as a frozen dataclass; the fields are the options.
+
+    Class attributes:
+        name: unique name, used in pipeline strings.
+        stage: `"joint"` (forward and backward together) or `"backward"` (the graph that makes gradients).
+        requires: what earlier passes must have provided.
+        provides: what holds afterwards.
+        conflicts: passes that can't stand in the same pipeline.
+        preserves_numerics: whether results stay bitwise the same. If not, `error_bound` states the bound.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[str]
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[frozenset[str]] = frozenset()
+    preserves_numerics: ClassVar[bool] = True
+
+    def run(self, graph: TrainingGraph) -> Report:
+        """Rewrite the graph in place."""
+        raise NotImplementedError
+
+    def error_bound(self) -> str:
+        """For passes that change numerics: the bound, in words and symbols, that its tests check."""
+        assert self.preserves_numerics, f"pass {self.name!r} changes numerics and states no bound"
+        return "bitwise"
+
+    def bind(self, environment: Mapping[str, Any]) -> Self:
+        """This pass with the fields that come from the environment filled in."""
+        found = {
+            field.name: environment[field.metadata["environment"]]
+            for field in dataclasses.fields(self)
+            if "environment" in field.metadata and getattr(self, field.name) is None
+        }
+        return dataclasses.replace(self, **found)
+
+    @property
+    def spec(self) -> str:
+        """The pipeline string that makes this pass: `bucketing{mb=25.0}`; options at default are left out."""
+        given = [
+            f"{field.name}={_format(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return self.name + (f"{{{','.join(given)}}}" if given else "")
+
+
+def _format(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,105 @@
+"""Reduce each bucket over the ranks with one all-reduce, as nodes of the graph.
+
+    before   bucket0 ─▶ views            after   bucket0 ─▶ mul 1/W ─▶ all_reduce ── … ──▶ wait ─▶ views
+
+Before: buckets. After: each gradient output passed exactly one reducing collective. A launch stands right
+behind its bucket, in bucket order on every rank. With `overlap` all waits stand behind the last
+computation, in the order of the launches; without it each wait follows its launch (for comparison: both
+give bitwise the same gradients).
+
+The mean divides before the sum, as DDP does: the scaling fuses into the copy that fills the bucket. With a
+wire dtype narrower than the gradient's, that division is done in the gradient's own dtype, then cast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpasses.config import REDUCTIONS, WIRE_DTYPES, nearest
+from fxpasses.graph import TrainingGraph
+from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.rewrite import Provenance, splice
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSync(Pass):
+    """Options: `reduce` (`mean` or `sum`), `dtype` on the wire (`fp32`, `bf16`, `fp16`; None: the gradient's
+    own), `overlap`. Environment: `group` (registered name of the process group), `world` (its size).
+    """
+
+    reduce: str | None = from_environment("reduce")
+    dtype: str | None = from_environment("reduce_dtype")
+    overlap: bool = True
+    group: str | None = from_environment("group")
+    world: int | None = from_environment("world")
+
+    name: ClassVar[str] = "gradient_sync"
+    stage: ClassVar[str] = "backward"
+    requires: ClassVar[frozenset[str]] = frozenset({"buckets"})
+    provides: ClassVar[frozenset[str]] = frozenset({"reduced"})
+    preserves_numerics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for option, choices in (("reduce", REDUCTIONS), ("dtype", WIRE_DTYPES)):
+            value = getattr(self, option)
+            if value is not None and value not in choices:
+                raise ValueError(
+                    f"option 'passes': gradient_sync{{{option}={value}}}{nearest(value, choices)}"
+                )
+
+    def error_bound(self) -> str:
+        return (
+            "|out - exact| <= (W + 1) * eps(wire dtype) * sum over ranks |g / W| (mean) or |g| (sum), "
+            "while no partial sum leaves the normal range of the wire dtype"
+        )
+
+    def run(self, graph: TrainingGraph) -> Report:
+        assert self.group is not None and self.world is not None and self.reduce is not None
+        flats = [node for node in graph.walk() if "bucket" in node.meta]
+        launches = [self._launch(graph, flat) for flat in flats]
+        for flat, launch in zip(flats, launches, strict=True):
+            self._finish(graph, flat, launch)
+        wire_bytes = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in launches)
+        return Report(bool(flats), {"all_reduces": len(flats), "bytes": wire_bytes})
+
+    def _launch(self, graph: TrainingGraph, flat: fx.Node) -> fx.Node:
+        dtype = TORCH_DTYPES[self.dtype] if self.dtype else flat.meta["val"].dtype
+
+        def launch(x: torch.Tensor) -> torch.Tensor:
+            scaled = x / self.world if self.reduce == "mean" and self.world > 1 else x
+            return torch.ops._c10d_functional.all_reduce(scaled.to(dtype), "sum", self.group)
+
+        node = splice(
+            graph,
+            flat.next,
+            launch,
+            flat,
+            name=f"bucket{flat.meta['bucket'].index}",
+            provenance=self._origin(flat, "launch"),
+        )
+        node.meta["reduces"] = True
+        node.meta["bucket_of"] = flat.meta["bucket"]
+        return node
+
+    def _finish(self, graph: TrainingGraph, flat: fx.Node, launch: fx.Node) -> None:
+        readers = [user for user in flat.users if user.meta["provenance"].rule == "unflatten"]
+        result = splice(
+            graph,
+            readers[0] if self.overlap else launch.next,
+            lambda x: torch.ops._c10d_functional.wait_tensor(x).to(flat.meta["val"].dtype),
+            launch,
+            name=f"bucket{flat.meta['bucket'].index}",
+            provenance=self._origin(flat, "finish"),
+        )
+        for reader in readers:
+            reader.replace_input_with(flat, result)
+
+    def _origin(self, flat: fx.Node, rule: str) -> Provenance:
+        bucket = flat.meta["bucket"]
+        return Provenance(self.name, rule, flat.name, bucket.model_line, bucket.parameters)

@@ -1,0 +1,65 @@
+"""Agree over the ranks which gradients took part, where the backward alone can't tell.
+
+A compiled backward makes a zero for each output that the loss did not use, so a parameter behind such an
+output gets a zero gradient where eager autograd gives `None` (and weight decay then moves it). The runtime
+knows which tangents were given; over several ranks a gradient is `None` only if that holds on all of them.
+
+Before: a graph whose gradients depend on different tangents. After: one more state input, a float per set
+of tangents, summed over the ranks by the first collective of the graph. A graph whose gradients all depend
+on the same tangents is left alone, since its backward runs only if those exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from fxpasses.graph import StateSpec, TrainingGraph, tangents_reaching
+from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.rewrite import Provenance, splice
+
+STATE_KIND = "participation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Participation(Pass):
+    """Environment: `group`, the registered name of the process group."""
+
+    group: str | None = from_environment("group")
+
+    name: ClassVar[str] = "participation"
+    stage: ClassVar[str] = "backward"
+    provides: ClassVar[frozenset[str]] = frozenset({"participation"})
+
+    def run(self, graph: TrainingGraph) -> Report:
+        sets = tangent_sets(graph)
+        if len(sets) < 2:
+            return Report(changed=False)
+        device = graph.gradients()[0].node.meta["val"].device
+        spec = StateSpec(STATE_KIND, "", (len(sets),), torch.float32, device)
+        launch = splice(
+            graph,
+            next(n for n in graph.graph.nodes if n.op != "placeholder"),
+            lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", self.group),
+            graph.add_state(spec),
+            name="participation",
+            provenance=Provenance(self.name, "launch"),
+        )
+        total = splice(
+            graph,
+            graph.output_node,
+            torch.ops._c10d_functional.wait_tensor,
+            launch,
+            name="participation",
+            provenance=Provenance(self.name, "finish"),
+        )
+        graph.write_state(spec.name, total)
+        return Report(changed=True, counts={"sets": len(sets)})
+
+
+def tangent_sets(graph: TrainingGraph) -> list[frozenset[int]]:
+    """The different sets of tangents that parameter gradients depend on, in a fixed order."""
+    reach = tangents_reaching(graph)
+    return sorted({reach[g.node] for g in graph.gradients()} - {frozenset()}, key=sorted)

@@ -1,0 +1,118 @@
+"""The passes in order, checked before anything runs, and one callback that sees each of them.
+
+`Pipeline.run` holds no code of any one pass. Whatever wants to look on (rules, dump, timing) is an
+observer: a callable `(previous, next, graph)` that is called before the first pass, between passes and
+after the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fxpasses.config import Hardening
+from fxpasses.graph import TrainingGraph
+from fxpasses.passes.base import STAGES, Pass, Report
+from fxpasses.registry import parse_pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A pass that ran, and its report."""
+
+    made_by: Pass
+    report: Report
+
+
+Observer = Callable[[Done | None, Pass | None, TrainingGraph], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Passes in order, bound to options and process group."""
+
+    passes: tuple[Pass, ...]
+
+    def __post_init__(self) -> None:
+        _check_contracts(self.passes)
+
+    def stage(self, name: str) -> tuple[Pass, ...]:
+        return tuple(p for p in self.passes if p.stage == name)
+
+    def run(
+        self, stage: str, graph: TrainingGraph, observers: Sequence[Observer] = ()
+    ) -> list[Done]:
+        """Run the passes of one stage over a graph, in place."""
+        passes = self.stage(stage)
+        done: list[Done] = []
+        for position in range(len(passes) + 1):
+            previous = done[-1] if done else None
+            following = passes[position] if position < len(passes) else None
+            for observe in observers:
+                observe(previous, following, graph)
+            if following is not None:
+                done.append(Done(following, following.run(graph)))
+        if any(d.report.changed for d in done):
+            graph.recompile()
+        return done
+
+    @property
+    def spec(self) -> str:
+        """The pipeline string."""
+        return ",".join(p.spec for p in self.passes)
+
+
+def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pipeline:
+    """The pipeline that the options ask for.
+
+    Args:
+        group: registered name of the process group; None without one.
+
+    Raises:
+        ValueError: for an unknown pass or option, a broken contract, or a pipeline that would leave
+            gradients unreduced although there are several ranks.
+    """
+    text = _default(world) if hardening.passes is None else hardening.passes
+    options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
+    environment: dict[str, Any] = {**options, "group": group, "world": world, "rank": rank}
+    pipeline = Pipeline(tuple(p.bind(environment) for p in parse_pipeline(text)))
+    if world > 1 and not any("reduced" in p.provides for p in pipeline.passes):
+        raise ValueError(
+            f"option 'passes': {text!r} reduces no gradient, but there are {world} ranks; add "
+            "'bucketing,gradient_sync'"
+        )
+    return pipeline
+
+
+def _default(world: int) -> str:
+    if world == 1:
+        return ""
+    lines = (
+        "participation",  # looks at what each gradient depends on, so before buckets mix gradients
+        "bucketing",  # before whatever puts gradients on a wire
+        "gradient_sync",  # last: it fixes where collectives start and end
+    )
+    return ",".join(lines)
+
+
+def _check_contracts(passes: Sequence[Pass]) -> None:
+    provided: set[str] = set()
+    for position, current in enumerate(passes):
+        missing = current.requires - provided
+        if missing:
+            raise ValueError(
+                f"option 'passes': {current.name!r} requires {', '.join(sorted(missing))}, which no earlier "
+                "pass provides"
+            )
+        clash = next((p.name for p in passes if p.name in current.conflicts), None)
+        if clash is not None:
+            raise ValueError(f"option 'passes': {current.name!r} and {clash!r} exclude each other")
+        if current.name in {p.name for p in passes[:position]}:
+            raise ValueError(f"option 'passes': {current.name!r} stands twice")
+        if position and STAGES.index(current.stage) < STAGES.index(passes[position - 1].stage):
+            raise ValueError(
+                f"option 'passes': {current.name!r} works on the {current.stage} graph and can't follow "
+                f"{passes[position - 1].name!r}, which works on the {passes[position - 1].stage} graph"
+            )
+        provided |= current.provides

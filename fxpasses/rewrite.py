@@ -1,0 +1,126 @@
+"""`splice`: passes write tensor code, and it becomes nodes.
+
+The function is traced with the fake values of its arguments, in the graph's own fake mode, and the traced
+nodes are inlined before a given node. Each new node says where it comes from (`meta["provenance"]`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxpasses.graph import TrainingGraph
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Why a node exists: the pass and the rule in it, the source node, its model line, the parameters."""
+
+    pass_name: str
+    rule: str
+    source: str = ""
+    model_line: str = ""
+    parameters: tuple[str, ...] = ()
+
+
+def model_line(node: fx.Node) -> str:
+    """`file:line` of the user's code that a node comes from; empty where tracing kept none."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not frames:
+        return ""
+    path, line = frames[-1].split(", ")[:2]
+    return f"{path.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')}"
+
+
+def splice(
+    graph: TrainingGraph,
+    before: fx.Node,
+    fn: Callable[..., Any],
+    *args: Any,
+    name: str,
+    provenance: Provenance,
+) -> Any:
+    """Inline `fn(*args)` before a node.
+
+    Args:
+        graph: the graph to write to.
+        before: the new nodes stand right before this one, in the order in which `fn` computes them.
+        fn: plain tensor code. Python numbers are constants; every tensor must come in as an argument.
+        args: pytrees whose leaves may be nodes of the graph.
+        name: prefix of the new nodes' names.
+        provenance: recorded on each new node.
+
+    Returns:
+        What `fn` returned, nodes in place of tensors.
+
+    Raises:
+        ValueError: when `fn` uses a tensor that is not an argument.
+    """
+    leaves, structure = pytree.tree_flatten(args)
+    nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+    def call(*values: torch.Tensor) -> Any:
+        remaining = iter(values)
+        filled = [next(remaining) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        return fn(*pytree.tree_unflatten(filled, structure))
+
+    with graph.fake_mode, torch.no_grad():
+        traced = make_fx(call, decomposition_table=graph.decompositions)(
+            *(node.meta["val"] for node in nodes)
+        )
+    return _inline(graph, before, traced, nodes, name, provenance)
+
+
+def _inline(
+    graph: TrainingGraph,
+    before: fx.Node,
+    traced: fx.GraphModule,
+    arguments: list[fx.Node],
+    name: str,
+    provenance: Provenance,
+) -> Any:
+    env: dict[fx.Node, fx.Node] = {}
+    remaining = iter(arguments)
+    with graph.graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(remaining)
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], env.__getitem__)
+            else:
+                env[node] = _copy(graph, traced, node, env, name)
+                env[node].meta.update(
+                    {k: node.meta[k] for k in ("val", "tensor_meta") if k in node.meta},
+                    provenance=provenance,
+                )
+    raise AssertionError("a traced graph ends with an output node")
+
+
+def _copy(
+    graph: TrainingGraph, traced: fx.GraphModule, node: fx.Node, env: dict[fx.Node, fx.Node], name: str
+) -> fx.Node:
+    if node.op == "get_attr":
+        value = getattr(traced, str(node.target))
+        if not isinstance(value, fx.GraphModule):
+            raise ValueError(
+                f"splice({name!r}): the function uses a tensor that is not an argument; pass tensors as "
+                "arguments and constants as Python numbers"
+            )
+        attribute = f"{name}_{node.target}"
+        while hasattr(graph.module, attribute):
+            attribute += "_"
+        graph.module.add_module(attribute, value)
+        return graph.graph.get_attr(attribute)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    assert isinstance(args, tuple) and isinstance(kwargs, dict)
+    short = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    return graph.graph.create_node(
+        node.op, node.target, args, kwargs, name=f"{name}_{short}"
+    )

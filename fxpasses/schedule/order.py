@@ -1,0 +1,185 @@
+"""The order of collectives among the heavy computations: chosen on the graph, checked in generated code.
+
+Events are launches, waits and heavy operators. The compiler behind us may move everything else as it
+likes; it may not move a launch past the computation that should hide it, nor a wait ahead of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from fxpasses.effects import is_launch, is_wait
+
+HEAVY = re.compile(r"^(addmm|addbmm|baddbmm|bmm|mm|.*convolution.*|.*attention.*|.*lstm.*|.*rnn.*|.*gru.*)$")
+
+
+class OrderError(RuntimeError):
+    """The generated code does not keep the order that the pipeline chose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A point of the order.
+
+    Attributes:
+        kind: `"launch"`, `"wait"` or `"compute"`.
+        name: name of the node.
+        numel: elements of a launch's payload, 0 where unknown.
+        of: for a wait, the name of its launch.
+    """
+
+    kind: str
+    name: str
+    numel: int = 0
+    of: str = ""
+
+
+def events_of(graph: fx.Graph) -> tuple[Event, ...]:
+    """The events of a graph in its order; empty if it launches nothing."""
+    found = [event for node in graph.nodes if (event := _event(node)) is not None]
+    return tuple(found) if any(e.kind == "launch" for e in found) else ()
+
+
+def _event(node: fx.Node) -> Event | None:
+    if is_wait(node):
+        launch = node.args[0]
+        assert isinstance(launch, fx.Node)
+        return Event("wait", node.name, of=launch.name)
+    if is_launch(node):
+        return Event("launch", node.name, _payload_numel(node))
+    if is_heavy(node):
+        return Event("compute", node.name)
+    return None
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Operators that take long enough to hide communication: products, convolutions, attention, cells."""
+    target = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, torch._ops.OpOverload)
+        and HEAVY.match(target._schema.name.split("::")[1]) is not None
+    )
+
+
+def _payload_numel(node: fx.Node) -> int:
+    payload = node.args[0]
+    value = payload.meta.get("val") if isinstance(payload, fx.Node) else None
+    numel = value.numel() if isinstance(value, torch.Tensor) else 0
+    return numel if isinstance(numel, int) else 0
+
+
+def links(events: Iterable[Event]) -> list[tuple[str, str]]:
+    """(earlier, later) pairs that fix the order wherever a collective is one of the two."""
+    events = list(events)
+    return [
+        (first.name, second.name)
+        for first, second in zip(events, events[1:], strict=False)
+        if (first.kind, second.kind) != ("compute", "compute")
+    ]
+
+
+_LAUNCH_IN_PLACE = re.compile(r"_c10d_functional\.\w+_\.default\((\w+)")
+_LAUNCH = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(?!wait_tensor)\w+\.default\((\w+)")
+_WAIT = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)")
+_NAMES = re.compile(r"Source Nodes: \[([^\]]*)\]")
+_ALLOCATED = re.compile(r"(\w+) = empty_strided\w*\(\(([\d, ]*)\)")
+_REUSED = re.compile(r"(\w+) = (\w+); del")
+_VIEWED = re.compile(r"(\w+) = reinterpret_tensor\(\w+, \(([\d, ]*)\)")
+
+
+def emitted_events(code: str, compute: frozenset[str]) -> list[Event]:
+    """The events in Inductor's Python wrapper code, in order of execution.
+
+    Args:
+        code: the wrapper's source.
+        compute: names of the heavy nodes to look for in the comments that name source nodes.
+
+    Returns:
+        Launches are named by their buffer, waits by the buffer they wait for (`of`), heavy operators by
+        their node.
+    """
+    found: list[Event] = []
+    numels: dict[str, int] = {}
+    names: list[str] = []
+    seen: set[str] = set()
+    for line in code.splitlines():
+        if match := _NAMES.search(line):
+            names = [n.strip() for n in match[1].split(",")]
+            continue
+        for pattern in (_ALLOCATED, _VIEWED):
+            if match := pattern.search(line):
+                numels[match[1]] = _product(match[2])
+        if match := _REUSED.search(line):
+            numels[match[1]] = numels.get(match[2], 0)
+        if match := _WAIT.search(line):
+            found.append(Event("wait", match[1], of=match[1]))
+        elif match := _LAUNCH.search(line):
+            found.append(Event("launch", match[1], numels.get(match[2], 0)))
+        elif match := _LAUNCH_IN_PLACE.search(line):
+            found.append(Event("launch", match[1], numels.get(match[1], 0)))
+        elif "(" in line and "empty_strided" not in line and "assert_" not in line:
+            here = [n for n in names if n in compute and n not in seen]
+            seen.update(here)
+            found += [Event("compute", n) for n in here]
+            names = []
+    return found
+
+
+def check_emitted(planned: tuple[Event, ...], code: str) -> None:
+    """Check that generated code keeps a planned order.
+
+    Launches are matched by position and payload size, waits by the buffer of their launch, heavy
+    operators by node name. A heavy operator that code generation renamed or fused away is left out.
+
+    Raises:
+        OrderError: naming the node that was expected and the one found in its place.
+    """
+    compute = frozenset(e.name for e in planned if e.kind == "compute")
+    emitted = emitted_events(code, compute)
+    present = {e.name for e in emitted if e.kind == "compute"}
+    expected = [e for e in planned if e.kind != "compute" or e.name in present]
+    launches = [e for e in planned if e.kind == "launch"]
+    launch_of: dict[str, str] = {}
+    for position in range(max(len(expected), len(emitted))):
+        want = expected[position] if position < len(expected) else None
+        got = emitted[position] if position < len(emitted) else None
+        if got is not None and got.kind == "launch" and len(launch_of) < len(launches):
+            launch_of[got.name] = launches[len(launch_of)].name
+        if want is None or got is None or not _same(want, got, launch_of):
+            raise OrderError(
+                "the generated code does not keep the planned order: expected "
+                f"{_describe(want, launch_of)}, found {_describe(got, launch_of)} (event {position})"
+            )
+
+
+def _same(want: Event, got: Event, launch_of: dict[str, str]) -> bool:
+    if want.kind != got.kind:
+        return False
+    if want.kind == "wait":
+        return launch_of.get(got.of) == want.of
+    if want.kind == "launch":
+        sizes_known = want.numel and got.numel
+        return launch_of.get(got.name) == want.name and (not sizes_known or want.numel == got.numel)
+    return want.name == got.name
+
+
+def _describe(event: Event | None, launch_of: dict[str, str]) -> str:
+    if event is None:
+        return "nothing"
+    if event.kind == "wait":
+        return f"the wait for {launch_of.get(event.of, event.of)!r}"
+    size = f" of {event.numel} elements" if event.numel else ""
+    return f"{event.kind} {launch_of.get(event.name, event.name)!r}{size}"
+
+
+def _product(sizes: str) -> int:
+    total = 1
+    for size in filter(None, (s.strip() for s in sizes.split(","))):
+        total *= int(size)
+    return total

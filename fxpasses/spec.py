@@ -1,0 +1,173 @@
+"""The rules that every graph obeys, checked after every pass.
+
+A rule is a function from a graph to the nodes that break it, with what is wrong. A broken rule is a
+`SpecError` that names the pass, the rule and the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from fxpasses.effects import COLLECTIVE_NAMESPACE, is_launch, is_wait
+from fxpasses.graph import INPUT_KINDS, OUTPUT_KINDS, TrainingGraph
+
+Violation = tuple[fx.Node, str]
+Rule = Callable[[TrainingGraph], Iterator[Violation]]
+
+
+class SpecError(RuntimeError):
+    """A graph breaks a rule."""
+
+
+def defined_before_use(graph: TrainingGraph) -> Iterator[Violation]:
+    """A node stands after all that it reads."""
+    seen: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        for used in node.all_input_nodes:
+            if used not in seen:
+                yield node, f"uses {used.name!r} before it is defined"
+        seen.add(node)
+
+
+def has_value(graph: TrainingGraph) -> Iterator[Violation]:
+    """Each operator call and input has a fake value."""
+    for node in graph.graph.nodes:
+        if node.op in ("call_function", "placeholder") and "val" not in node.meta:
+            yield node, "has no fake value (meta['val'])"
+
+
+def has_roles(graph: TrainingGraph) -> Iterator[Violation]:
+    """Inputs and outputs have roles of a known kind."""
+    for node in graph.graph.find_nodes(op="placeholder"):
+        role = node.meta.get("role")
+        if role is None or role.kind not in INPUT_KINDS:
+            yield node, f"is an input with role {role}"
+    output = graph.output_node
+    roles, values = output.meta.get("roles", ()), output.args[0]
+    if len(roles) != len(values):  # type: ignore[arg-type]
+        yield output, f"has {len(values)} outputs and {len(roles)} roles"  # type: ignore[arg-type]
+    for role in roles:
+        if role.kind not in OUTPUT_KINDS:
+            yield output, f"has an output with role {role}"
+
+
+def waited_once(graph: TrainingGraph) -> Iterator[Violation]:
+    """What a collective returns is read by exactly one wait, and by nothing else."""
+    for node in graph.walk():
+        if is_launch(node) and not _returns_list(node):
+            waits = [user for user in node.users if is_wait(user)]
+            if len(waits) != 1:
+                yield node, f"is awaited {len(waits)} times"
+            for user in node.users:
+                if not is_wait(user):
+                    yield user, f"reads {node.name!r}, which is still in flight"
+
+
+def functional(graph: TrainingGraph) -> Iterator[Violation]:
+    """No operator writes its input; state is written by outputs of role `state`."""
+    for node in graph.walk():
+        target = node.target
+        if (
+            isinstance(target, torch._ops.OpOverload)
+            and target._schema.is_mutable
+            and target.namespace != COLLECTIVE_NAMESPACE
+            and not _writes_input(graph, node)
+        ):
+            yield node, f"{target} writes its input"
+
+
+def state_keeps_its_form(graph: TrainingGraph) -> Iterator[Violation]:
+    """A state output has an input of the same name, shape and dtype, and is written once."""
+    inputs = {role.name: node for node, role in graph.inputs("state")}
+    written: set[str] = set()
+    for _, node, role in graph.outputs("state"):
+        if role.name not in inputs:
+            yield node, f"writes state {role.name!r}, which is not an input"
+            continue
+        if role.name in written:
+            yield node, f"writes state {role.name!r} a second time"
+        written.add(role.name)
+        old, new = inputs[role.name].meta["val"], node.meta["val"]
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            yield node, f"writes {new.dtype}{list(new.shape)} to state {role.name!r} of {old.dtype}{list(old.shape)}"
+
+
+def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
+    """Each gradient output passed exactly one reducing collective. Holds once gradients are synchronised."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        above = max((depth[n] for n in node.all_input_nodes), default=0)
+        depth[node] = above + (is_launch(node) and node.meta.get("reduces", False))
+    for gradient in graph.gradients():
+        if gradient.node.meta["val"].numel() and depth[gradient.node] != 1:
+            yield gradient.node, (
+                f"is the gradient of {gradient.parameter!r} and was reduced {depth[gradient.node]} times"
+            )
+
+
+ALWAYS: tuple[Rule, ...] = (
+    defined_before_use,
+    has_roles,
+    has_value,
+    waited_once,
+    functional,
+    state_keeps_its_form,
+)
+
+
+def check(graph: TrainingGraph, after: str, rules: tuple[Rule, ...] = ALWAYS) -> None:
+    """Check rules.
+
+    Args:
+        after: the name of the pass that ran last, for the message.
+
+    Raises:
+        SpecError: for the first rule that does not hold.
+    """
+    for rule in rules:
+        for node, what in rule(graph):
+            raise SpecError(f"after pass {after!r}: rule {rule.__name__!r}: node {node.name!r} {what}")
+
+
+def signature(graph: TrainingGraph) -> list[tuple[object, ...]]:
+    """Roles, shapes and dtypes of inputs and outputs, without state: what no pass may change."""
+    rows: list[tuple[object, ...]] = []
+    for node, role in graph.inputs():
+        rows.append((role, *_form(node)))
+    for _, node, role in graph.outputs():
+        rows.append((role, *_form(node)))
+    return [row for row in rows if row[0].kind != "state"]  # type: ignore[attr-defined]
+
+
+def check_signature(before: list[tuple[object, ...]], graph: TrainingGraph, after: str) -> None:
+    """Raise `SpecError` when a pass changed an input or output that is not state."""
+    now = signature(graph)
+    for old, new in zip(before, now, strict=False):
+        if old != new:
+            raise SpecError(f"after pass {after!r}: rule 'signature': {old} became {new}")
+    if len(before) != len(now):
+        raise SpecError(
+            f"after pass {after!r}: rule 'signature': {len(before)} inputs and outputs became {len(now)}"
+        )
+
+
+def _form(node: object) -> tuple[object, ...]:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (type(value),)
+
+
+def _returns_list(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), list | tuple)
+
+
+def _writes_input(graph: TrainingGraph, node: fx.Node) -> bool:
+    """AOTAutograd keeps `copy_` onto a buffer that the program mutates: the one mutation it leaves."""
+    destination = node.args[0] if node.args else None
+    return (
+        node.target is torch.ops.aten.copy_.default
+        and isinstance(destination, fx.Node)
+        and destination.op == "placeholder"
+    )

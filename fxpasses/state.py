@@ -1,0 +1,53 @@
+"""Named tensors that live across steps, held by the identity of the parameter they belong to.
+
+One compiled graph can serve many modules, so state is looked up at call time and passed in; it is never
+baked into compiled code. A name is `kind/qualified.parameter.name`, never a bucket's number: re-bucketing,
+recompiling and resuming keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxpasses.graph import StateSpec
+
+
+class StateStore:
+    """Tensors by (parameter, kind). An entry goes when its parameter goes."""
+
+    def __init__(self) -> None:
+        self._tensors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def get(self, parameter: torch.Tensor, spec: StateSpec) -> torch.Tensor:
+        """The tensor for `spec`, made on first use: shape, dtype, device and fill as the spec says.
+
+        Raises:
+            ValueError: when a tensor of that kind is there in another shape or dtype (a checkpoint of
+                another model or of another pass).
+        """
+        kinds = self._tensors.setdefault(parameter, {})
+        if spec.kind not in kinds:
+            kinds[spec.kind] = torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=spec.device)
+        tensor = kinds[spec.kind]
+        if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            raise ValueError(
+                f"state {spec.name!r} is {tensor.dtype}{list(tensor.shape)}, but the compiled graph needs "
+                f"{spec.dtype}{list(spec.shape)}; load a state dict of this model and these options"
+            )
+        if tensor.device != spec.device:
+            tensor = kinds[spec.kind] = tensor.to(spec.device)
+        return tensor
+
+    def put(self, parameter: torch.Tensor, kind: str, tensor: torch.Tensor) -> None:
+        """Set a tensor, in place where one of that form exists."""
+        self._tensors.setdefault(parameter, {})[kind] = tensor.detach().clone()
+
+    def of(self, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(kind, tensor) of one parameter."""
+        yield from self._tensors.get(parameter, {}).items()
+
+
+STORE = StateStore()
