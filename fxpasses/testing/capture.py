@@ -1,0 +1,64 @@
+"""Get the graphs that passes work on, without compiling or running anything."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from fxpasses import aot
+from fxpasses.dynamo import input_roles
+from fxpasses.graph import TrainingGraph
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """The joint graph of a program and its backward half, untouched by any pass."""
+
+    joint: TrainingGraph
+    backward: TrainingGraph
+
+
+def capture(program: Callable[..., Any], *args: Any) -> Captured:
+    """Trace a module or function, as torch.compile would, into the graphs that passes see.
+
+    Args:
+        program: has no graph break and returns a tensor that requires grad.
+        args: example inputs.
+
+    Raises:
+        ValueError: when the program records no backward.
+    """
+    found: list[Captured] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        roles = input_roles(gm, example_inputs)
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            aot.annotate_joint(joint, kwargs["num_fwd_outputs"], roles)
+            forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+            output_roles = joint.graph.output_node().meta["roles"][kwargs["num_fwd_outputs"] :]
+            aot.annotate_backward(backward, output_roles)
+            graphs = (TrainingGraph(copy.deepcopy(g)) for g in (joint, backward))
+            found.append(Captured(*graphs))
+            return forward, backward
+
+        def run(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return make_boxed_func(module.forward)
+
+        return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(
+            gm, example_inputs
+        )
+
+    # A module would not get its hooks and its own frame traced; a call to it gets both.
+    torch.compile(lambda *xs: program(*xs), backend=backend, fullgraph=True)(*args)
+    if not found:
+        raise ValueError("the program records no backward: no input or parameter requires grad")
+    return found[-1]

@@ -1,0 +1,99 @@
+"""Run a function on several gloo ranks, each a process of its own, within a time limit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+# Forked from a server that has torch loaded already: a rank starts in a fraction of a second.
+_context.set_forkserver_preload(["torch", "torch._inductor.compile_fx", "fxpasses.backend"])
+
+
+def run_ranks(
+    program: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120, gloo_timeout_s: float = 60
+) -> list[Any]:
+    """`program(rank, *args)` on each of `world` ranks; returns what each returned, by rank.
+
+    Raises:
+        RuntimeError: when a rank raises (with its traceback) or the time is over (naming the ranks).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_start(program, rank, world, args, folder, gloo_timeout_s) for rank in range(world)]
+        try:
+            return _collect(ranks, time.monotonic() + timeout_s)
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+
+
+def _start(
+    program: Callable[..., Any],
+    rank: int,
+    world: int,
+    args: tuple[Any, ...],
+    folder: str,
+    gloo_timeout_s: float,
+) -> tuple[Any, Connection]:
+    receiver, sender = _context.Pipe(duplex=False)
+    process = _context.Process(
+        target=_rank_main, args=(sender, program, rank, world, args, folder, gloo_timeout_s), daemon=True
+    )
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
+    results: list[Any] = []
+    for rank, (process, receiver) in enumerate(ranks):
+        if not receiver.poll(max(0.0, deadline - time.monotonic())):
+            waiting = [r for r, (_, c) in enumerate(ranks) if r >= rank and not c.poll()]
+            raise RuntimeError(f"timed out waiting for rank(s) {waiting}")
+        try:
+            error, result = receiver.recv()
+        except EOFError:
+            process.join(5)
+            raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
+        if error:
+            raise RuntimeError(f"rank {rank} raised:\n{error}")
+        results.append(result)
+    return results
+
+
+def _rank_main(
+    sender: Connection,
+    program: Callable[..., Any],
+    rank: int,
+    world: int,
+    args: tuple[Any, ...],
+    folder: str,
+    gloo_timeout_s: float,
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=Path(folder, "store").as_uri(),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=gloo_timeout_s),
+    )
+    try:
+        sender.send((None, program(rank, *args)))
+    except BaseException:
+        sender.send((traceback.format_exc(), None))
+    finally:
+        dist.destroy_process_group()
