@@ -76,7 +76,9 @@ def _ddp(model: nn.Module, bucket_mb: float) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
 
 
-def _step(args: argparse.Namespace, wrap: Callable[[nn.Module], Callable[..., torch.Tensor]]) -> Step:
+def _step(
+    args: argparse.Namespace, wrap: Callable[[nn.Module], Callable[..., torch.Tensor]]
+) -> Step:
     """A function that runs one training step and returns its seconds."""
     torch.manual_seed(0)
     model = GPT(LINK)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 SUBNET = "10.213.77"
+DEVICE = "wire0"  # each rank's end of its link
 
 
 class Testbed:
@@ -95,7 +96,7 @@ class Testbed:
             return []
         counts = []
         for rank in range(self.ranks):
-            shown = _ip("-n", f"{self._tag}r{rank}", "-s", "-j", "link", "show", "dev", "link")
+            shown = _ip("-n", f"{self._tag}r{rank}", "-s", "-j", "link", "show", "dev", DEVICE)
             counts.append(int(json.loads(shown)[0]["stats64"]["tx"]["bytes"]))
         return counts
 
@@ -110,7 +111,9 @@ class Testbed:
                 raise RuntimeError(f"timed out waiting for rank(s) {waiting}") from None
             if process.returncode != 0:
                 self._stop_processes()
-                raise RuntimeError(f"rank {rank} exited with {process.returncode}:\n{output[-4000:]}")
+                raise RuntimeError(
+                    f"rank {rank} exited with {process.returncode}:\n{output[-4000:]}"
+                )
             outputs.append(output)
         return outputs
 
@@ -140,7 +143,7 @@ class Testbed:
             "OMP_NUM_THREADS": "1",
         }
         if self.isolated:
-            found["GLOO_SOCKET_IFNAME"] = "link"
+            found["GLOO_SOCKET_IFNAME"] = DEVICE
         return found
 
     def _build(self) -> None:
@@ -152,12 +155,13 @@ class Testbed:
             name, port = f"{self._tag}r{rank}", f"port{rank}"
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "add", "link", "type", "veth", "peer", "name", port, "netns", switch)
-            _ip("-n", name, "addr", "add", f"{SUBNET}.{rank + 1}/24", "dev", "link")
-            _ip("-n", name, "link", "set", "link", "up")
+            peer = ["type", "veth", "peer", "name", port, "netns", switch]
+            _ip("-n", name, "link", "add", "name", DEVICE, *peer)
+            _ip("-n", name, "addr", "add", f"{SUBNET}.{rank + 1}/24", "dev", DEVICE)
+            _ip("-n", name, "link", "set", DEVICE, "up")
             _ip("-n", switch, "link", "set", port, "master", "switch")
             _ip("-n", switch, "link", "set", port, "up")
-            self._shape(name, "link")
+            self._shape(name, DEVICE)
             self._shape(switch, port)
 
     def _shape(self, namespace: str, device: str) -> None:

@@ -35,7 +35,9 @@ def is_whole_joint(module: fx.GraphModule) -> bool:
     return bool(placeholders) and all("desc" in n.meta for n in placeholders)
 
 
-def annotate_joint(module: fx.GraphModule, forward_outputs: int, input_roles: Sequence[Role]) -> None:
+def annotate_joint(
+    module: fx.GraphModule, forward_outputs: int, input_roles: Sequence[Role]
+) -> None:
     """Write roles to a joint graph.
 
     Args:
@@ -69,7 +71,9 @@ def _output_role(desc: Any, position: int, forward: bool, input_roles: Sequence[
         of = _input_role(desc.grad_of, f"input_{position}", input_roles)
         return Role("gradient" if of.kind == "parameter" else "input_gradient", of.name)
     if isinstance(desc, InputMutationAOTOutput):
-        return Role("mutation", _input_role(desc.mutated_input, f"input_{position}", input_roles).name)
+        return Role(
+            "mutation", _input_role(desc.mutated_input, f"input_{position}", input_roles).name
+        )
     return Role("output" if forward else "input_gradient", f"{position}")
 
 
@@ -97,7 +101,9 @@ def returned_positions(tangents: Iterable[fx.Node], metadata: Any) -> tuple[int 
     positions: list[int | None] = []
     bases = 0
     for node in tangents:
-        of = node.meta["desc"].output if isinstance(node.meta.get("desc"), TangentAOTInput) else None
+        of = (
+            node.meta["desc"].output if isinstance(node.meta.get("desc"), TangentAOTInput) else None
+        )
         if isinstance(of, PlainAOTOutput):
             positions.append(mutated_inputs + of.idx)
         elif isinstance(of, IntermediateBaseAOTOutput):
@@ -119,7 +125,7 @@ def autograd_node(tensors: Iterable[Any], metadata: Any) -> Any:
 
     Outputs that are views or written inputs hang a few nodes below their own `grad_fn`.
     """
-    level = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor)} - {None}
+    level: set[Any] = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor)} - {None}
     for _ in range(VIEW_CHAIN):
         for node in level:
             function = getattr(type(node), "_forward_cls", None)

@@ -33,7 +33,9 @@ def input_roles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Role]
     """The role of each input of a Dynamo graph: parameters and buffers by qualified name."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     paths = [_source_path(node) for node in placeholders]
-    kinds = [_kind(node, example) for node, example in zip(placeholders, example_inputs, strict=True)]
+    kinds = [
+        _kind(node, example) for node, example in zip(placeholders, example_inputs, strict=True)
+    ]
     named = [path for path, kind in zip(paths, kinds, strict=True) if kind != "input"]
     # The root is a name in the user's frame (`self`, `model`); it says nothing where all share it.
     skip = 1 if len({path[:1] for path in named}) == 1 and all(len(p) > 1 for p in named) else 0

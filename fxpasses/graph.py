@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -119,8 +119,13 @@ class TrainingGraph:
 
     def set_output(self, index: int, node: fx.Node) -> None:
         """Make `node` the output at `index`; its role stays."""
+        self.set_outputs({index: node})
+
+    def set_outputs(self, nodes: Mapping[int, fx.Node]) -> None:
+        """Replace outputs, by index; their roles stay. One call for many: each rebuilds the output."""
         values = list(self.output_node.args[0])  # type: ignore[arg-type]
-        values[index] = node
+        for index, node in nodes.items():
+            values[index] = node
         self.output_node.args = (tuple(values),)
 
     def add_output(self, node: fx.Node, role: Role) -> None:
@@ -133,8 +138,10 @@ class TrainingGraph:
         """Append a placeholder after the existing ones. `value`: a fake tensor of this graph's mode."""
         placeholders = self.graph.find_nodes(op="placeholder")
         first = next(iter(self.graph.nodes))
-        insertion = self.graph.inserting_after(placeholders[-1]) if placeholders else (
-            self.graph.inserting_before(first)
+        insertion = (
+            self.graph.inserting_after(placeholders[-1])
+            if placeholders
+            else (self.graph.inserting_before(first))
         )
         with insertion:
             node = self.graph.placeholder(name)
@@ -182,7 +189,9 @@ class TrainingGraph:
         """Digest of nodes, arguments and roles: equal exactly when a pass changed nothing."""
         digest = hashlib.sha256()
         for node in self.graph.nodes:
-            digest.update(f"{node.format_node()}{node.meta.get('role')}{node.meta.get('roles')}".encode())
+            digest.update(
+                f"{node.format_node()}{node.meta.get('role')}{node.meta.get('roles')}".encode()
+            )
             if node.op == "output":
                 digest.update(str(node.args).encode())
         return digest.hexdigest()

@@ -54,7 +54,7 @@ def compile_unit(
         return unit.backward(_compile_backward(module, inputs, unit.plan.events, kwargs))
 
     with functorch_config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
+        compiled: Any = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
     return unit.forward(compiled)
 
 
@@ -74,7 +74,9 @@ def _compile_backward(
         compiled = compile_fx_inner(module, inputs, **kwargs)
     code = getattr(compiled, "source_code", None)
     if not code:
-        raise OrderError("Inductor gave no source code, so the order of collectives can't be checked")
+        raise OrderError(
+            "Inductor gave no source code, so the order of collectives can't be checked"
+        )
     order.check_emitted(events, code)
     return compiled
 
@@ -120,13 +122,14 @@ class _KeepOrder(CustomGraphPass):
             raise OrderError(f"Inductor removed the {lost[0].kind} {lost[0].name!r}")
         earlier: dict[fx.Node, OrderedSet[fx.Node]] = {}
         for first, second in order.links(present):
-            earlier[nodes[second]] = OrderedSet([nodes[first]])
+            earlier.setdefault(nodes[second], OrderedSet()).add(nodes[first])
         for node in earlier:
             _reduce_in_place(node)
         preserve_node_ordering(graph, earlier)
 
     def uuid(self) -> str:
-        return _digest(inspect.getsource(_KeepOrder), repr([dataclasses.astuple(e) for e in self._events]))
+        code = (inspect.getsource(_KeepOrder), inspect.getsource(order))
+        return _digest(*code, repr([dataclasses.astuple(e) for e in self._events]))
 
 
 class _Both(CustomGraphPass):

@@ -33,7 +33,9 @@ def register_pass(cls: PassType) -> PassType:
     _check_contract(cls)
     known = _decorated.get(cls.name) or _installed().get(cls.name)
     if known is not None and known.__qualname__ != cls.__qualname__:
-        raise ValueError(f"pass name {cls.name!r} is taken by {known.__module__}.{known.__qualname__}")
+        raise ValueError(
+            f"pass name {cls.name!r} is taken by {known.__module__}.{known.__qualname__}"
+        )
     _decorated[cls.name] = cls
     return cls
 
@@ -50,7 +52,9 @@ def _installed() -> dict[str, type[Pass]]:
         cls = entry.load()
         _check_contract(cls)
         if cls.name in found and found[cls.name] is not cls:
-            raise ValueError(f"two installed passes have the name {cls.name!r}: {entry.value} is one")
+            raise ValueError(
+                f"two installed passes have the name {cls.name!r}: {entry.value} is one"
+            )
         found[cls.name] = cls
     return found
 

@@ -104,7 +104,11 @@ def _inline(
 
 
 def _copy(
-    graph: TrainingGraph, traced: fx.GraphModule, node: fx.Node, env: dict[fx.Node, fx.Node], name: str
+    graph: TrainingGraph,
+    traced: fx.GraphModule,
+    node: fx.Node,
+    env: dict[fx.Node, fx.Node],
+    name: str,
 ) -> fx.Node:
     if node.op == "get_attr":
         value = getattr(traced, str(node.target))
@@ -121,6 +125,4 @@ def _copy(
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     assert isinstance(args, tuple) and isinstance(kwargs, dict)
     short = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    return graph.graph.create_node(
-        node.op, node.target, args, kwargs, name=f"{name}_{short}"
-    )
+    return graph.graph.create_node(node.op, node.target, args, kwargs, name=f"{name}_{short}")

@@ -92,7 +92,10 @@ def state_keeps_its_form(graph: TrainingGraph) -> Iterator[Violation]:
         written.add(role.name)
         old, new = inputs[role.name].meta["val"], node.meta["val"]
         if (old.shape, old.dtype) != (new.shape, new.dtype):
-            yield node, f"writes {new.dtype}{list(new.shape)} to state {role.name!r} of {old.dtype}{list(old.shape)}"
+            yield (
+                node,
+                f"writes {new.dtype}{list(new.shape)} to state {role.name!r} of {old.dtype}{list(old.shape)}",
+            )
 
 
 def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
@@ -103,8 +106,11 @@ def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
         depth[node] = above + (is_launch(node) and node.meta.get("reduces", False))
     for gradient in graph.gradients():
         if gradient.node.meta["val"].numel() and depth[gradient.node] != 1:
-            yield gradient.node, (
-                f"is the gradient of {gradient.parameter!r} and was reduced {depth[gradient.node]} times"
+            yield (
+                gradient.node,
+                (
+                    f"is the gradient of {gradient.parameter!r} and was reduced {depth[gradient.node]} times"
+                ),
             )
 
 
@@ -129,7 +135,9 @@ def check(graph: TrainingGraph, after: str, rules: tuple[Rule, ...] = ALWAYS) ->
     """
     for rule in rules:
         for node, what in rule(graph):
-            raise SpecError(f"after pass {after!r}: rule {rule.__name__!r}: node {node.name!r} {what}")
+            raise SpecError(
+                f"after pass {after!r}: rule {rule.__name__!r}: node {node.name!r} {what}"
+            )
 
 
 def signature(graph: TrainingGraph) -> list[tuple[object, ...]]:

@@ -30,7 +30,9 @@ class StateStore:
         """
         kinds = self._tensors.setdefault(parameter, {})
         if spec.kind not in kinds:
-            kinds[spec.kind] = torch.full(spec.shape, spec.fill, dtype=spec.dtype, device=spec.device)
+            kinds[spec.kind] = torch.full(
+                spec.shape, spec.fill, dtype=spec.dtype, device=spec.device
+            )
         tensor = kinds[spec.kind]
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
             raise ValueError(

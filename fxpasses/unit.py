@@ -1,8 +1,8 @@
 """One compiled region: what the passes did to it, and what its backward needs when it runs.
 
-    partition   joint graph ─▶ joint passes ─▶ forward + backward ─▶ backward passes ─▶ lowered backward
-    forward     remembers the parameters of this call at the autograd node
-    backward    state in ─▶ compiled backward ─▶ gradients, None where no loss took part
+partition   joint graph ─▶ joint passes ─▶ forward + backward ─▶ backward passes ─▶ lowered backward
+forward     remembers the parameters of this call at the autograd node
+backward    state in ─▶ compiled backward ─▶ gradients, None where no loss took part
 """
 
 from __future__ import annotations
@@ -189,7 +189,9 @@ class Unit:
         def run(args: list[Any]) -> Any:
             call: Call | None = getattr(_active, "call", None)
             _active.call = None
-            assert call is not None and call.unit is self, "a compiled backward ran outside its autograd node"
+            assert call is not None and call.unit is self, (
+                "a compiled backward ran outside its autograd node"
+            )
             given = call.given_tangents()
             flags = torch.tensor([float(bool(s & given)) for s in self.plan.sets])
             states = [self._state(spec, call, flags) for spec in self.plan.states]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import tempfile
@@ -13,13 +14,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 _context = multiprocessing.get_context("forkserver")
 # Forked from a server that has torch loaded already: a rank starts in a fraction of a second.
 _context.set_forkserver_preload(["torch", "torch._inductor.compile_fx", "fxpasses.backend"])
 
 
 def run_ranks(
-    program: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120, gloo_timeout_s: float = 60
+    program: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout_s: float = 120,
+    gloo_timeout_s: float = 60,
 ) -> list[Any]:
     """`program(rank, *args)` on each of `world` ranks; returns what each returned, by rank.
 
@@ -27,7 +35,9 @@ def run_ranks(
         RuntimeError: when a rank raises (with its traceback) or the time is over (naming the ranks).
     """
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(program, rank, world, args, folder, gloo_timeout_s) for rank in range(world)]
+        ranks = [
+            _start(program, rank, world, args, folder, gloo_timeout_s) for rank in range(world)
+        ]
         try:
             return _collect(ranks, time.monotonic() + timeout_s)
         finally:
@@ -46,7 +56,9 @@ def _start(
 ) -> tuple[Any, Connection]:
     receiver, sender = _context.Pipe(duplex=False)
     process = _context.Process(
-        target=_rank_main, args=(sender, program, rank, world, args, folder, gloo_timeout_s), daemon=True
+        target=_rank_main,
+        args=(sender, program, rank, world, args, folder, gloo_timeout_s),
+        daemon=True,
     )
     process.start()
     sender.close()
@@ -60,7 +72,7 @@ def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
             waiting = [r for r, (_, c) in enumerate(ranks) if r >= rank and not c.poll()]
             raise RuntimeError(f"timed out waiting for rank(s) {waiting}")
         try:
-            error, result = receiver.recv()
+            error, result = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
         except EOFError:
             process.join(5)
             raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
@@ -68,6 +80,13 @@ def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
             raise RuntimeError(f"rank {rank} raised:\n{error}")
         results.append(result)
     return results
+
+
+def _packed(error: str | None, result: Any) -> bytes:
+    """By value: a pipe would send tensors as shared memory that is gone with the rank."""
+    buffer = io.BytesIO()
+    torch.save((error, result), buffer)
+    return buffer.getvalue()
 
 
 def _rank_main(
@@ -80,9 +99,6 @@ def _rank_main(
     gloo_timeout_s: float,
 ) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo")
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -92,8 +108,8 @@ def _rank_main(
         timeout=timedelta(seconds=gloo_timeout_s),
     )
     try:
-        sender.send((None, program(rank, *args)))
+        sender.send_bytes(_packed(None, program(rank, *args)))
     except BaseException:
-        sender.send((traceback.format_exc(), None))
+        sender.send_bytes(_packed(traceback.format_exc(), None))
     finally:
         dist.destroy_process_group()

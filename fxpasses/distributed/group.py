@@ -42,9 +42,9 @@ def resolve(process_group: Any) -> Group:
                 "call torch.distributed.init_process_group first"
             )
         return Group(None, 1, 0)
-    group = dist.group.WORLD if process_group is None else process_group
-    if isinstance(group, str):
-        group = _by_name(group)
+    group = _by_name(process_group) if isinstance(process_group, str) else process_group
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("option 'process_group': this process is not a member of the group given")
@@ -56,7 +56,9 @@ def is_initialized() -> bool:
 
 
 def _by_name(name: str) -> dist.ProcessGroup:
-    known = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
+    known = {str(group.group_name): group for group in dist.distributed_c10d._world.pg_map}
     if name not in known:
-        raise ValueError(f"option 'process_group': no group is named {name!r}{nearest(name, known)}")
+        raise ValueError(
+            f"option 'process_group': no group is named {name!r}{nearest(name, known)}"
+        )
     return known[name]

@@ -48,14 +48,18 @@ class Bucketing(Pass):
 
     def __post_init__(self) -> None:
         if self.mb is not None and not (math.isfinite(self.mb) and self.mb > 0):
-            raise ValueError(f"option 'passes': bucketing{{mb={self.mb}}}: expected a positive number")
+            raise ValueError(
+                f"option 'passes': bucketing{{mb={self.mb}}}: expected a positive number"
+            )
 
     def run(self, graph: TrainingGraph) -> Report:
         assert self.mb is not None
         groups = assign(graph, self.mb * 2**20)
         order = graph.positions()
+        views: dict[int, fx.Node] = {}
         for index, group in enumerate(groups):
-            _build(graph, index, group, order)
+            views.update(_build(graph, index, group, order))
+        graph.set_outputs(views)
         return Report(
             changed=bool(groups),
             counts={"buckets": len(groups), "gradients": sum(map(len, groups))},
@@ -90,7 +94,8 @@ def assign(graph: TrainingGraph, bucket_bytes: float) -> list[list[Gradient]]:
 
 def _build(
     graph: TrainingGraph, index: int, group: list[Gradient], order: dict[fx.Node, int]
-) -> None:
+) -> dict[int, fx.Node]:
+    """Write one bucket; returns what becomes each output of its gradients."""
     last = max((g.node for g in group), key=order.__getitem__)
     parameters = tuple(g.parameter for g in group)
     origin = Provenance("bucketing", "flatten", last.name, model_line(last), parameters)
@@ -117,8 +122,7 @@ def _build(
         name=f"bucket{index}",
         provenance=dataclasses.replace(origin, rule="unflatten"),
     )
-    for gradient, view in zip(group, views, strict=True):
-        graph.set_output(gradient.index, view)
+    return {gradient.index: view for gradient, view in zip(group, views, strict=True)}
 
 
 def _behind(graph: TrainingGraph, node: fx.Node) -> fx.Node:
@@ -134,7 +138,7 @@ def _physical_order(value: torch.Tensor) -> tuple[int, ...]:
     logical = tuple(range(value.dim()))
     if value.is_contiguous():
         return logical
-    physical = tuple(sorted(logical, key=lambda d: -value.stride(d)))
+    physical = tuple(sorted(logical, key=value.stride, reverse=True))
     return physical if value.permute(physical).is_contiguous() else logical
 
 

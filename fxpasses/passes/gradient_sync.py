@@ -60,7 +60,6 @@ class GradientSync(Pass):
         )
 
     def run(self, graph: TrainingGraph) -> Report:
-        assert self.group is not None and self.world is not None and self.reduce is not None
         flats = [node for node in graph.walk() if "bucket" in node.meta]
         launches = [self._launch(graph, flat) for flat in flats]
         for flat, launch in zip(flats, launches, strict=True):
@@ -69,11 +68,13 @@ class GradientSync(Pass):
         return Report(bool(flats), {"all_reduces": len(flats), "bytes": wire_bytes})
 
     def _launch(self, graph: TrainingGraph, flat: fx.Node) -> fx.Node:
+        group, world = self.group, self.world
+        assert group is not None and world is not None and self.reduce is not None
         dtype = TORCH_DTYPES[self.dtype] if self.dtype else flat.meta["val"].dtype
 
         def launch(x: torch.Tensor) -> torch.Tensor:
-            scaled = x / self.world if self.reduce == "mean" and self.world > 1 else x
-            return torch.ops._c10d_functional.all_reduce(scaled.to(dtype), "sum", self.group)
+            scaled = x / world if self.reduce == "mean" and world > 1 else x
+            return torch.ops._c10d_functional.all_reduce(scaled.to(dtype), "sum", group)
 
         node = splice(
             graph,

@@ -15,7 +15,9 @@ from torch import fx
 
 from fxpasses.effects import is_launch, is_wait
 
-HEAVY = re.compile(r"^(addmm|addbmm|baddbmm|bmm|mm|.*convolution.*|.*attention.*|.*lstm.*|.*rnn.*|.*gru.*)$")
+HEAVY = re.compile(
+    r"^(addmm|addbmm|baddbmm|bmm|mm|.*convolution.*|.*attention.*|.*lstm.*|.*rnn.*|.*gru.*)$"
+)
 
 
 class OrderError(RuntimeError):
@@ -75,13 +77,22 @@ def _payload_numel(node: fx.Node) -> int:
 
 
 def links(events: Iterable[Event]) -> list[tuple[str, str]]:
-    """(earlier, later) pairs that fix the order wherever a collective is one of the two."""
-    events = list(events)
-    return [
-        (first.name, second.name)
-        for first, second in zip(events, events[1:], strict=False)
-        if (first.kind, second.kind) != ("compute", "compute")
-    ]
+    """(earlier, later) pairs that fix the order wherever a collective is one of the two.
+
+    Between two collectives heavy operators stay free to change places with each other.
+    """
+    pairs: list[tuple[str, str]] = []
+    last: Event | None = None
+    segment: list[Event] = []
+    for event in events:
+        if event.kind == "compute":
+            segment.append(event)
+            pairs += [(last.name, event.name)] if last else []
+        else:
+            before = segment or ([last] if last else [])
+            pairs += [(earlier.name, event.name) for earlier in before]
+            last, segment = event, []
+    return pairs
 
 
 _LAUNCH_IN_PLACE = re.compile(r"_c10d_functional\.\w+_\.default\((\w+)")
@@ -135,47 +146,76 @@ def check_emitted(planned: tuple[Event, ...], code: str) -> None:
     """Check that generated code keeps a planned order.
 
     Launches are matched by position and payload size, waits by the buffer of their launch, heavy
-    operators by node name. A heavy operator that code generation renamed or fused away is left out.
+    operators by node name and by the collectives that they stand between. A heavy operator that code
+    generation renamed or fused away is left out.
 
     Raises:
-        OrderError: naming the node that was expected and the one found in its place.
+        OrderError: naming the two nodes that stand the wrong way round.
     """
-    compute = frozenset(e.name for e in planned if e.kind == "compute")
-    emitted = emitted_events(code, compute)
-    present = {e.name for e in emitted if e.kind == "compute"}
-    expected = [e for e in planned if e.kind != "compute" or e.name in present]
-    launches = [e for e in planned if e.kind == "launch"]
-    launch_of: dict[str, str] = {}
-    for position in range(max(len(expected), len(emitted))):
-        want = expected[position] if position < len(expected) else None
-        got = emitted[position] if position < len(emitted) else None
-        if got is not None and got.kind == "launch" and len(launch_of) < len(launches):
-            launch_of[got.name] = launches[len(launch_of)].name
-        if want is None or got is None or not _same(want, got, launch_of):
+    emitted = emitted_events(code, frozenset(e.name for e in planned if e.kind == "compute"))
+    collectives = [e for e in planned if e.kind != "compute"]
+    _check_collectives(collectives, [e for e in emitted if e.kind != "compute"])
+    place = _places(emitted)
+    for name, expected in _places(planned).items():
+        found = place.get(name, expected)
+        if found != expected:
+            other, side = (
+                (collectives[expected], "before")
+                if found > expected
+                else (collectives[found], "behind")
+            )
             raise OrderError(
                 "the generated code does not keep the planned order: expected "
-                f"{_describe(want, launch_of)}, found {_describe(got, launch_of)} (event {position})"
+                f"{name!r} {side} {_describe(other)}, found it on the other side"
             )
 
 
-def _same(want: Event, got: Event, launch_of: dict[str, str]) -> bool:
+def _check_collectives(planned: list[Event], emitted: list[Event]) -> None:
+    launches = iter([e for e in planned if e.kind == "launch"])
+    launch_of: dict[str, str] = {}  # by buffer
+    for position in range(max(len(planned), len(emitted))):
+        want = planned[position] if position < len(planned) else None
+        got = emitted[position] if position < len(emitted) else None
+        if got is not None:
+            if got.kind == "launch":
+                next_launch = next(launches, None)
+                launch_of[got.name] = next_launch.name if next_launch else got.name
+            name = launch_of.get(got.of or got.name, got.of or got.name)
+            got = dataclasses.replace(got, name=name, of=name if got.of else "")
+        if want is None or got is None or not _same(want, got):
+            raise OrderError(
+                "the generated code does not keep the planned order: expected "
+                f"{_describe(want)}, found {_describe(got)} (collective {position})"
+            )
+
+
+def _places(events: Iterable[Event]) -> dict[str, int]:
+    """For each heavy operator how many collectives stand before it."""
+    places: dict[str, int] = {}
+    before = 0
+    for event in events:
+        if event.kind == "compute":
+            places[event.name] = before
+        else:
+            before += 1
+    return places
+
+
+def _same(want: Event, got: Event) -> bool:
     if want.kind != got.kind:
         return False
     if want.kind == "wait":
-        return launch_of.get(got.of) == want.of
-    if want.kind == "launch":
-        sizes_known = want.numel and got.numel
-        return launch_of.get(got.name) == want.name and (not sizes_known or want.numel == got.numel)
-    return want.name == got.name
+        return want.of == got.of
+    return want.name == got.name and (not want.numel or not got.numel or want.numel == got.numel)
 
 
-def _describe(event: Event | None, launch_of: dict[str, str]) -> str:
+def _describe(event: Event | None) -> str:
     if event is None:
         return "nothing"
     if event.kind == "wait":
-        return f"the wait for {launch_of.get(event.of, event.of)!r}"
+        return f"the wait for {event.of!r}"
     size = f" of {event.numel} elements" if event.numel else ""
-    return f"{event.kind} {launch_of.get(event.name, event.name)!r}{size}"
+    return f"{event.kind} {event.name!r}{size}"
 
 
 def _product(sizes: str) -> int:

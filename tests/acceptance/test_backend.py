@@ -108,7 +108,9 @@ def test_case_39_the_error_names_pass_and_node():
             second.append(first)
             return Report(changed=True)
 
-    with pytest.raises(SpecError, match=r"after pass 'use_before_definition': .*node 'neg_default_1'"):
+    with pytest.raises(
+        SpecError, match=r"after pass 'use_before_definition': .*node 'neg_default_1'"
+    ):
         Pipeline((UseBeforeDefinition(),)).run("backward", identity_graph(), [CheckRules()])
 
 
@@ -172,7 +174,8 @@ def test_caches_never_outlive_a_change_of_options(tmp_path):
 def test_two_equal_layers_keep_separate_state(backend):
     layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
     calls = [
-        torch.compile(m, backend=backend, options={"passes": RoundWithFeedback().spec}) for m in layers
+        torch.compile(m, backend=backend, options={"passes": RoundWithFeedback().spec})
+        for m in layers
     ]
     feedback = [Feedback(m) for m in layers]
     for _ in range(3):

@@ -1,0 +1,121 @@
+"""Cases 20 and 22: the order of collectives survives code generation, and overlap changes no bit."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+import fxpasses
+from bench.gpt import GPT, GPTConfig
+from fxpasses.schedule import order
+from tests.multirank import run_ranks
+
+
+def backward_code(model: nn.Module, options: dict, *inputs: torch.Tensor) -> str:
+    """Inductor's code for the backward of `model(*inputs).sum()`."""
+    compiled = torch.compile(model, backend="hardened", options=options)
+    _, codes = run_and_get_code(lambda: compiled(*inputs).float().sum().backward())
+    return next(code for code in codes if "all_reduce" in code)
+
+
+def emitted(code: str) -> list[str]:
+    """`launch`, `wait` and `product`, as they stand in the code."""
+    words = {"all_reduce_": "launch", "wait_tensor": "wait"}
+    found = re.findall(
+        r"_c10d_functional\.(all_reduce_|wait_tensor)\.default\(|(extern_kernels\.\w*mm\()", code
+    )
+    return ["product" if product else words[name] for name, product in found]
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.Linear(64, 64, bias=False), nn.ReLU()))
+    )
+
+
+def test_case_20_waits_stand_behind_the_next_product(fake_world):
+    code = backward_code(three_layers(), {"bucket_mb": 0.01}, torch.randn(8, 64))
+    events = emitted(code)
+    assert events.count("launch") == events.count("wait") == 3
+    # The first gradient is on the wire while the two products of each earlier layer run.
+    assert events == [
+        *("product", "product", "launch"),
+        *("product", "product", "launch"),
+        *("product", "launch", "wait", "wait", "wait"),
+    ] or events == [
+        *("product", "launch", "product"),
+        *("product", "launch", "product"),
+        *("product", "launch", "wait", "wait", "wait"),
+    ]
+
+
+def small_gpt() -> tuple[nn.Module, torch.Tensor]:
+    config = GPTConfig(vocab=64, block=32, layers=4, heads=2, width=64)
+    return GPT(config), torch.randint(0, 64, (2, 32))
+
+
+def test_order_of_a_gpt_in_the_generated_code(fake_world):
+    model, tokens = small_gpt()
+    events = emitted(backward_code(model, {"bucket_mb": 0.2}, tokens))
+    launches = [i for i, e in enumerate(events) if e == "launch"]
+    waits = [i for i, e in enumerate(events) if e == "wait"]
+    products = [i for i, e in enumerate(events) if e == "product"]
+    assert len(launches) == len(waits) == len(fxpasses.runtime(model).plan) >= 4
+    assert min(waits) > max(products), "a wait stands in front of a computation that could hide it"
+    behind = [sum(p > launch for p in products) for launch in launches]
+    assert behind[0] > len(products) / 2, "the first bucket is launched late"
+    assert behind == sorted(behind, reverse=True)
+
+
+def test_without_overlap_each_wait_follows_its_launch(fake_world):
+    model, tokens = small_gpt()
+    options = {"bucket_mb": 0.2, "passes": "bucketing,gradient_sync{overlap=false}"}
+    events = [e for e in emitted(backward_code(model, options, tokens)) if e != "product"]
+    assert events == ["launch", "wait"] * (len(events) // 2)
+
+
+def test_a_broken_order_stops_the_compilation(fake_world, monkeypatch):
+    honest = order.links
+    monkeypatch.setattr(order, "links", lambda events: honest(_waits_first(events)))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    model, tokens = small_gpt()
+    with pytest.raises(order.OrderError, match="expected .* found"):
+        backward_code(model, {"bucket_mb": 0.2}, tokens)
+
+
+def _waits_first(events):
+    """Each wait right behind its launch: another order than the one that was planned."""
+    events = list(events)
+    waits = {e.of: e for e in events if e.kind == "wait"}
+    rest = [e for e in events if e.kind != "wait"]
+    return [x for e in rest for x in ((e, waits[e.name]) if e.name in waits else (e,))]
+
+
+def train(rank: int, backend: str, overlap: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model, _ = small_gpt()
+    options = {"bucket_mb": 0.2, "passes": f"bucketing,gradient_sync{{overlap={overlap}}}"}
+    compiled = torch.compile(model, backend=backend, options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(20):
+        tokens = torch.randint(0, 64, (2, 33), generator=generator)
+        loss = F.cross_entropy(compiled(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        last = [p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+    return [*losses, *last]
+
+
+@pytest.mark.parametrize("backend", ["hardened", "hardened_aot_eager"])
+def test_case_22_overlap_changes_no_bit(backend):
+    with_overlap, without = (run_ranks(train, 2, backend, overlap) for overlap in (True, False))
+    for rank in range(2):
+        pairs = zip(with_overlap[rank], without[rank], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
