@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpasses import pipeline
 from fxpasses.config import Hardening
-from fxpasses.distributed.group import resolve
+from fxpasses.distributed.group import refuse_wrapper, resolve
 from fxpasses.dynamo import input_roles, user_errors_visible
 from fxpasses.unit import Unit
 
@@ -63,6 +63,7 @@ def _unit(
     decompositions: dict[Any, Callable[..., Any]],
 ) -> Unit:
     hardening = Hardening.from_options(options)
+    refuse_wrapper()
     group = resolve(hardening.process_group)
     passes = pipeline.build(hardening, group.name, group.size, group.rank)
     return Unit(hardening, group, passes, input_roles(gm, example_inputs), decompositions)

@@ -189,11 +189,10 @@ class TrainingGraph:
         """Digest of nodes, arguments and roles: equal exactly when a pass changed nothing."""
         digest = hashlib.sha256()
         for node in self.graph.nodes:
-            digest.update(
-                f"{node.format_node()}{node.meta.get('role')}{node.meta.get('roles')}".encode()
-            )
-            if node.op == "output":
-                digest.update(str(node.args).encode())
+            row = f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}"
+            if node.op in ("placeholder", "output"):
+                row += f" {node.meta.get('role')} {node.meta.get('roles')}"
+            digest.update(row.encode())
         return digest.hexdigest()
 
     def recompile(self) -> None:

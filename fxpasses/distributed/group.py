@@ -51,6 +51,18 @@ def resolve(process_group: Any) -> Group:
     return Group(group.group_name, dist.get_world_size(group), rank)
 
 
+def refuse_wrapper() -> None:
+    """Raise `ValueError` inside the forward of a DistributedDataParallel: its hooks would reduce again."""
+    if is_initialized():
+        from torch.nn.parallel import DistributedDataParallel
+
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            raise ValueError(
+                "the model is wrapped in DistributedDataParallel, which reduces gradients a second time; "
+                "compile the module itself: torch.compile(model, backend='hardened')"
+            )
+
+
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 

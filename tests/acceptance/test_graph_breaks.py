@@ -1,0 +1,169 @@
+"""Case 25 and its kind: graphs that Dynamo splits."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxpasses
+from tests.multirank import run_ranks
+
+BACKENDS = ["hardened", "hardened_aot_eager"]
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: the branch is dropped with probability `p`, which differs by block."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.p == 0.0 or not self.training:
+            return x
+        keep = torch.rand(x.shape[0], 1) >= self.p
+        torch._dynamo.graph_break()
+        return x * keep / (1 - self.p)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(2))
+        self.drops = nn.ModuleList(DropPath(p) for p in (0.0, 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drops[0](torch.relu(self.layers[0](x)))
+        torch._dynamo.graph_break()
+        return x + self.drops[1](torch.relu(self.layers[1](x)))
+
+
+def gradients(backend: str | None, rank: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Blocks()
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(rank + 1))
+    run = torch.compile(model, backend=backend, options={"bucket_mb": 1}) if backend else model
+    with torch._inductor.config.patch(fallback_random=True):  # the random numbers of eager mode
+        for _ in range(2):
+            torch.manual_seed(7)
+            run(x).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_case_25_stochastic_depth_across_a_graph_break(backend):
+    pairs = zip(gradients(backend), gradients(None), strict=True)
+    assert all(torch.allclose(ours, eager, rtol=1e-5, atol=1e-5) for ours, eager in pairs)
+
+
+def gradients_of_rank(rank: int, backend: str) -> list[torch.Tensor]:
+    return gradients(backend, rank)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graph_breaks_on_two_ranks(backend):
+    found = run_ranks(gradients_of_rank, 2, backend)
+    local = [gradients(None, rank) for rank in range(2)]
+    for index, (first, second) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(first, second)
+        mean = (local[0][index] + local[1][index]) / 2
+        assert torch.allclose(first, mean, rtol=1e-5, atol=1e-5)
+
+
+class TiedAcrossBreak(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4, bias=False)
+        self.b = nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x).sum()
+
+
+def tied_across_a_break(rank: int, compiled: bool) -> tuple[torch.Tensor, int]:
+    torch.manual_seed(0)
+    model = TiedAcrossBreak()
+    run = torch.compile(model, backend="hardened_aot_eager") if compiled else model
+    run(torch.full((1, 4), rank + 1.0)).backward()
+    return model.a.weight.grad, fxpasses.runtime(model).last_step.collectives
+
+
+def test_tied_weights_across_a_break_are_averaged():
+    ours = run_ranks(tied_across_a_break, 2, True)
+    local = run_ranks(tied_across_a_break, 2, False)
+    mean = (local[0][0] + local[1][0]) / 2
+    for gradient, collectives in ours:
+        assert torch.allclose(gradient, mean)
+        assert collectives == 2  # a contribution of each graph, each reduced once
+
+
+def forward_twice_then_backward(rank: int) -> float:
+    model = nn.Linear(1, 1, bias=False)
+    compiled = torch.compile(model, backend="hardened_aot_eager")
+    nn.init.ones_(model.weight)
+    losses = [compiled(torch.full((1, 1), rank + x)).sum() for x in (1.0, 3.0)]
+    with torch.no_grad():
+        compiled(torch.ones(1, 1))
+    for loss in losses:
+        loss.backward()
+    return model.weight.grad.item()
+
+
+def test_two_forwards_before_the_backwards():
+    assert run_ranks(forward_twice_then_backward, 2) == [5.0] * 2
+
+
+def dynamic_batches(rank: int) -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    compiled = torch.compile(model, backend="hardened_aot_eager")
+    found = []
+    for batch in (4, 3 + rank, 2 + 3 * rank):
+        model.zero_grad()
+        compiled(torch.full((batch, 1), rank + 1.0)).mean().backward()
+        found.append(model.weight.grad.item())
+    return found
+
+
+def test_batches_of_different_sizes():
+    assert run_ranks(dynamic_batches, 2) == [[1.5] * 3] * 2
+
+
+def checkpointed(rank: int) -> tuple[torch.Tensor, int]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False).sum()
+
+    compiled = torch.compile(program, backend="hardened_aot_eager", fullgraph=True)
+    compiled(torch.full((2, 8), rank + 1.0)).backward()
+    return layers[0].weight.grad, fxpasses.runtime(layers).last_step.collectives
+
+
+def test_activation_checkpointing_reduces_once():
+    (first, count), (second, _) = run_ranks(checkpointed, 2)
+    assert torch.equal(first, second)
+    assert count == 1
+
+
+def wrapped_in_ddp(rank: int, outside: bool) -> str:
+    backend, wrap = "hardened_aot_eager", nn.parallel.DistributedDataParallel
+    model = TiedAcrossBreak()
+    if outside:
+        model = torch.compile(wrap(model), backend=backend)
+    else:
+        model = wrap(torch.compile(model, backend=backend))
+    try:
+        model(torch.ones(1, 4))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_ddp_wrapper_is_refused(outside):
+    messages = run_ranks(wrapped_in_ddp, 2, outside)
+    assert all("DistributedDataParallel" in message for message in messages)
