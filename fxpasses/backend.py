@@ -10,8 +10,11 @@ from torch import fx
 from fxpasses import pipeline
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import refuse_wrapper, resolve
-from fxpasses.dynamo import input_roles, user_errors_visible
+from fxpasses.dynamo import input_roles, own_settings, user_errors_visible
 from fxpasses.unit import Unit
+
+
+own_settings()
 
 
 def hardened(

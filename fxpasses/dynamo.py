@@ -29,6 +29,16 @@ def user_errors_visible() -> Iterator[None]:
         raise VisibleValueError(str(error), first_useful_frame=None) from error
 
 
+def own_settings() -> None:
+    """Set what the backend can't do without, once, when it is loaded.
+
+    `fail_on_recompile_limit_hit`: past the limit Dynamo would run the model eagerly, gradients unreduced.
+    `skip_nnmodule_hook_guards` off: a module hook registered after the first call applies.
+    """
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
 def input_roles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Role]:
     """The role of each input of a Dynamo graph: parameters and buffers by qualified name."""
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -10,6 +10,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from fxpasses.calls import Calls
 from fxpasses.unit import Unit
 
 
@@ -18,12 +19,14 @@ def compile_unit(
 ) -> Callable[..., Any]:
     """Run a Dynamo graph's forward and backward, passes applied, with eager kernels."""
 
+    calls = Calls(unit)
+
     def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         unit.note_forward()
         return make_boxed_func(module.forward)
 
     def backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return unit.backward(make_boxed_func(module.forward))
+        return calls.backward(make_boxed_func(module.forward))
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         return unit.partition(joint, joint_inputs, min_cut_rematerialization_partition, **kwargs)
@@ -35,4 +38,4 @@ def compile_unit(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )(gm, example_inputs)
-    return unit.forward(compiled)
+    return calls.forward(compiled)

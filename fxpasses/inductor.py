@@ -23,6 +23,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
+from fxpasses.calls import Calls
 from fxpasses.schedule import order
 from fxpasses.schedule.order import Event, OrderError
 from fxpasses.unit import Unit
@@ -43,6 +44,7 @@ def compile_unit(
     AOTAutograd's own cache is passed by, since a hit would skip the passes, and with them plan, dump and
     state. Inductor's cache, keyed by the graph that the passes made, still spares the compilation.
     """
+    calls = Calls(unit)
     patches = {**patches, "custom_partitioner_fn": _Partitioner(unit)}
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -51,11 +53,11 @@ def compile_unit(
         if not kwargs.get("is_backward"):
             unit.note_forward()
             return compile_fx_inner(module, inputs, **kwargs)
-        return unit.backward(_compile_backward(module, inputs, unit.plan.events, kwargs))
+        return calls.backward(_compile_backward(module, inputs, unit.plan.events, kwargs))
 
     with functorch_config.patch(enable_autograd_cache=False):
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
-    return unit.forward(compiled)
+    return calls.forward(compiled)
 
 
 def _compile_backward(

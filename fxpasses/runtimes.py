@@ -191,6 +191,11 @@ def owner_of(named: Mapping[str, torch.Tensor], rename: bool = False) -> Runtime
     return first
 
 
+def owns(runtime: Runtime, parameter: torch.Tensor) -> bool:
+    """Whether a parameter belongs to this runtime now."""
+    return _OWNER.get(parameter) is runtime
+
+
 def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
     x = inspect.unwrap(x, stop=lambda f: isinstance(f, torch.nn.Module)) if callable(x) else x
     if isinstance(x, torch.nn.Module):

@@ -8,9 +8,7 @@ backward    state in ─▶ compiled backward ─▶ gradients, None where no lo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,17 @@ from torch import fx
 
 from fxpasses import aot
 from fxpasses.config import Hardening
-from fxpasses.distributed.group import Group, is_initialized
+from fxpasses.distributed.group import Group
 from fxpasses.dynamo import user_errors_visible
 from fxpasses.effects import is_launch
 from fxpasses.graph import Role, StateSpec, TrainingGraph, tangents_reaching
 from fxpasses.observers import CheckRules, Dump
-from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
 from fxpasses.passes.participation import tangent_sets
 from fxpasses.pipeline import Observer, Pipeline
-from fxpasses.runtimes import PlannedCollective, owner_of
+from fxpasses.runtimes import PlannedCollective
 from fxpasses.schedule.order import Event, events_of
-from fxpasses.state import STORE
 
 _ids = itertools.count()
-_active = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +48,6 @@ class BackwardPlan:
     events: tuple[Event, ...]
     sets: tuple[frozenset[int], ...]
     needs: tuple[frozenset[int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One backward about to run: the parameters of its forward, and which outputs got a gradient."""
-
-    unit: Unit
-    parameters: dict[str, torch.nn.Parameter]
-    given: tuple[bool, ...]
-
-    def given_tangents(self) -> frozenset[int]:
-        positions = enumerate(self.unit.returned)
-        return frozenset(j for j, at in positions if at is None or self.given[at])
 
 
 class Unit:
@@ -90,9 +72,6 @@ class Unit:
         self.returned: tuple[int | None, ...] = ()
         self.forward_metadata: Any = None
         self._tangents: list[fx.Node] = []
-        self._initialized = is_initialized()
-
-    # Compile time
 
     def partition(
         self,
@@ -144,84 +123,6 @@ class Unit:
         """Called while the forward is being compiled: only then does AOTAutograd tell of its outputs."""
         self.forward_metadata = aot.forward_metadata()
         self.returned = aot.returned_positions(self._tangents, self.forward_metadata)
-
-    # Run time
-
-    def forward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap what Dynamo will call."""
-        places = [
-            (position, role.name)
-            for position, role in enumerate(self.input_roles)
-            if role.kind == "parameter"
-        ]
-
-        @functools.wraps(compiled)
-        def run(*args: Any) -> Any:
-            outputs = compiled(*args)
-            node = aot.autograd_node((*outputs, *args), self.forward_metadata)
-            if node is not None:
-                parameters = {name: args[position] for position, name in places}
-                if parameters:
-                    owner_of(parameters).record_plan(self.id, self.plan.collectives)
-                node.register_prehook(functools.partial(self._before_backward, parameters))
-            return outputs
-
-        return run
-
-    def _before_backward(
-        self, parameters: dict[str, torch.nn.Parameter], grad_outputs: Sequence[Any]
-    ) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the hardened backend does not support double backward (create_graph=True) through a "
-                "compiled region; compute this gradient in eager mode"
-            )
-        if is_initialized() != self._initialized:
-            raise RuntimeError(
-                "torch.distributed was initialised or shut down after this model was compiled; initialise it "
-                "before the first forward, or call torch._dynamo.reset()"
-            )
-        _active.call = Call(self, parameters, tuple(g is not None for g in grad_outputs))
-
-    def backward(self, compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Wrap a compiled backward that takes its arguments as one list."""
-
-        def run(args: list[Any]) -> Any:
-            call: Call | None = getattr(_active, "call", None)
-            _active.call = None
-            assert call is not None and call.unit is self, (
-                "a compiled backward ran outside its autograd node"
-            )
-            given = call.given_tangents()
-            flags = torch.tensor([float(bool(s & given)) for s in self.plan.sets])
-            states = [self._state(spec, call, flags) for spec in self.plan.states]
-            args.extend(states)
-            outputs = compiled(args)
-            if call.parameters:
-                owner_of(call.parameters).record_backward(self.plan.collectives)
-            return self._drop_unused(outputs, given, states)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def _state(self, spec: StateSpec, call: Call, flags: torch.Tensor) -> torch.Tensor:
-        if spec.kind == PARTICIPATION:
-            return flags.to(spec.device)
-        return STORE.get(call.parameters[spec.parameter], spec)
-
-    def _drop_unused(
-        self, outputs: Sequence[Any], given: frozenset[int], states: list[torch.Tensor]
-    ) -> Sequence[Any]:
-        """None in place of a gradient whose tangents were given on no rank."""
-        plan = self.plan
-        if len(given) == len(self.returned):
-            return outputs
-        unused = {s for s in plan.needs if s and not s & given}
-        for spec, total in zip(plan.states, states, strict=True):
-            if spec.kind == PARTICIPATION and unused:
-                elsewhere = [s for s, t in zip(plan.sets, total.tolist(), strict=True) if t]
-                unused -= set(elsewhere)
-        return [None if need in unused else x for x, need in zip(outputs, plan.needs, strict=True)]
 
 
 def planned_collectives(graph: TrainingGraph) -> tuple[PlannedCollective, ...]:

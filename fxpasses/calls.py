@@ -1,0 +1,139 @@
+"""One compiled region at run time: what happens around its forward and its backward.
+
+    forward     remembers, at the autograd node, whose parameters these are
+    backward    state in ─▶ compiled backward ─▶ gradients, None where no loss took part
+
+Nothing here communicates: all collectives are nodes of the compiled graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpasses import aot
+from fxpasses.distributed.group import is_initialized
+from fxpasses.graph import StateSpec
+from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
+from fxpasses.runtimes import Runtime, owner_of, owns
+from fxpasses.state import STORE
+from fxpasses.unit import Unit
+
+_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A backward that is about to run: of which forward, and which of its outputs got a gradient."""
+
+    calls: Calls
+    parameters: dict[str, torch.nn.Parameter]
+    runtime: Runtime | None
+    given: tuple[bool, ...]
+
+    def given_tangents(self) -> frozenset[int]:
+        positions = enumerate(self.calls.unit.returned)
+        return frozenset(j for j, at in positions if at is None or self.given[at])
+
+
+class Calls:
+    """Wraps the two callables that a unit was compiled to."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self._places = [
+            (position, role.name)
+            for position, role in enumerate(unit.input_roles)
+            if role.kind == "parameter"
+        ]
+        self._initialized = is_initialized()
+        self._bound: tuple[list[weakref.ref[torch.nn.Parameter]], Runtime | None] = ([], None)
+
+    def forward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what Dynamo calls."""
+
+        def run(*args: Any) -> Any:
+            outputs = compiled(*args)
+            node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata)
+            if node is not None:
+                parameters = {name: args[position] for position, name in self._places}
+                owner = self._owner(parameters)
+                node.register_prehook(functools.partial(self._before_backward, parameters, owner))
+            return outputs
+
+        return run
+
+    def backward(self, compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Wrap a compiled backward that takes its arguments as one list."""
+
+        def run(args: list[Any]) -> Any:
+            call: _Call | None = getattr(_thread, "call", None)
+            _thread.call = None
+            assert call is not None and call.calls is self, "backward ran outside its autograd node"
+            given = call.given_tangents()
+            flags = torch.tensor([float(bool(s & given)) for s in self.unit.plan.sets])
+            states = [_state(spec, call, flags) for spec in self.unit.plan.states]
+            args.extend(states)
+            outputs = compiled(args)
+            if call.runtime is not None:
+                call.runtime.record_backward(self.unit.plan.collectives)
+            return self._drop_unused(outputs, given, states)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _owner(self, parameters: dict[str, torch.nn.Parameter]) -> Runtime | None:
+        if not parameters:
+            return None
+        references, owner = self._bound
+        values = list(parameters.values())
+        same = owner is not None and len(references) == len(values) and owns(owner, values[0])
+        if not same or any(r() is not p for r, p in zip(references, values, strict=True)):
+            owner = owner_of(parameters)
+            owner.record_plan(self.unit.id, self.unit.plan.collectives)
+            self._bound = ([weakref.ref(p) for p in values], owner)
+        return owner
+
+    def _before_backward(
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        runtime: Runtime | None,
+        grad_outputs: Sequence[Any],
+    ) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the hardened backend does not support double backward (create_graph=True) through a "
+                "compiled region; compute this gradient in eager mode"
+            )
+        if is_initialized() != self._initialized:
+            raise RuntimeError(
+                "torch.distributed was initialised or shut down after this model was compiled; initialise "
+                "it before the first forward, or call torch._dynamo.reset()"
+            )
+        given = tuple(g is not None for g in grad_outputs)
+        _thread.call = _Call(self, parameters, runtime, given)
+
+    def _drop_unused(
+        self, outputs: Sequence[Any], given: frozenset[int], states: list[torch.Tensor]
+    ) -> Sequence[Any]:
+        """None in place of a gradient whose tangents were given on no rank."""
+        plan = self.unit.plan
+        if len(given) == len(self.unit.returned):
+            return outputs
+        unused = {s for s in plan.needs if s and not s & given}
+        for spec, total in zip(plan.states, states, strict=True):
+            if spec.kind == PARTICIPATION and unused:
+                unused -= {s for s, t in zip(plan.sets, total.tolist(), strict=True) if t}
+        return [None if need in unused else x for x, need in zip(outputs, plan.needs, strict=True)]
+
+
+def _state(spec: StateSpec, call: _Call, flags: torch.Tensor) -> torch.Tensor:
+    if spec.kind == PARTICIPATION:
+        return flags.to(spec.device)
+    return STORE.get(call.parameters[spec.parameter], spec)
