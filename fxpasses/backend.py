@@ -13,7 +13,6 @@ from fxpasses.distributed.group import refuse_wrapper, resolve
 from fxpasses.dynamo import input_roles, own_settings, user_errors_visible
 from fxpasses.unit import Unit
 
-
 own_settings()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fxpasses import aot
+from fxpasses.coverage import note_reduced
 from fxpasses.distributed.group import is_initialized
 from fxpasses.graph import StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
@@ -97,6 +98,9 @@ class Calls:
         if not same or any(r() is not p for r, p in zip(references, values, strict=True)):
             owner = owner_of(parameters)
             owner.record_plan(self.unit.id, self.unit.plan.collectives)
+            if self.unit.group.size > 1:
+                reduced = {name for c in self.unit.plan.collectives for name in c.parameters}
+                note_reduced((n, p) for n, p in parameters.items() if n in reduced)
             self._bound = ([weakref.ref(p) for p in values], owner)
         return owner
 

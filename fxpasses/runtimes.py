@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpasses.config import nearest
+from fxpasses.coverage import check_optimizer
 from fxpasses.state import STORE
 
 STATE_DICT_VERSION = 1
@@ -216,10 +217,13 @@ def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{name}.{k}", p) for k, p in _parameters_of(value))
 
 
-def _end_steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a compiled optimizer step is traced once; none of this belongs in its graph
+    check_optimizer(optimizer)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for owner in {id(o): o for p in parameters if (o := _OWNER.get(p)) is not None}.values():
         owner.end_step()
 
 
-register_optimizer_step_pre_hook(_end_steps)
+register_optimizer_step_pre_hook(_before_optimizer_step)

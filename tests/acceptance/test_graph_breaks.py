@@ -167,3 +167,43 @@ def wrapped_in_ddp(rank: int, outside: bool) -> str:
 def test_a_ddp_wrapper_is_refused(outside):
     messages = run_ranks(wrapped_in_ddp, 2, outside)
     assert all("DistributedDataParallel" in message for message in messages)
+
+
+class PartlyEager(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = nn.Linear(4, 4)
+        self.eager = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run_eagerly(self.compiled(x)).sum()
+
+    @torch.compiler.disable
+    def run_eagerly(self, x: torch.Tensor) -> torch.Tensor:
+        return self.eager(x)
+
+
+def step_of_a_partly_eager_model(rank: int) -> str:
+    model = PartlyEager()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.compile(model, backend="hardened_aot_eager")(torch.ones(1, 4)).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_made_eagerly_stops_the_optimizer():
+    for message in run_ranks(step_of_a_partly_eager_model, 2):
+        assert "parameter 2 of group 0 (torch.float32[4, 4]) was not reduced" in message
+
+
+def test_an_optimizer_step_may_be_compiled():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    step = torch.compile(optimizer.step, backend="eager")
+    before = model.weight.detach().clone()
+    torch.compile(model, backend="hardened_aot_eager")(torch.ones(1, 4)).sum().backward()
+    step()
+    assert not torch.equal(model.weight, before)
