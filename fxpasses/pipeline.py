@@ -77,6 +77,12 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
     options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
     environment: dict[str, Any] = {**options, "group": group, "world": world, "rank": rank}
     pipeline = Pipeline(tuple(p.bind(environment) for p in parse_pipeline(text)))
+    needs_group = next((p.name for p in pipeline.passes if p.communicates), None)
+    if group is None and needs_group is not None:
+        raise ValueError(
+            f"option 'passes': {needs_group!r} communicates, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group first, or leave the pass out"
+        )
     if world > 1 and not any("reduced" in p.provides for p in pipeline.passes):
         raise ValueError(
             f"option 'passes': {text!r} reduces no gradient, but there are {world} ranks; add "

@@ -70,6 +70,12 @@ class Pass:
         return dataclasses.replace(self, **found)
 
     @property
+    def communicates(self) -> bool:
+        """Whether the pass needs a process group."""
+        fields = dataclasses.fields(self)
+        return any(field.metadata.get("environment") == "group" for field in fields)
+
+    @property
     def spec(self) -> str:
         """The pipeline string that makes this pass: `bucketing{mb=25.0}`; options at default are left out."""
         given = [

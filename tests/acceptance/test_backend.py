@@ -52,6 +52,7 @@ def test_case_36_found_without_import():
         ({"reduce": "means"}, "option 'reduce': got 'means'; did you mean 'mean'"),
         ({"bucket_mb": -1}, "option 'bucket_mb': got -1"),
         ({"passes": "bucketting"}, "unknown pass 'bucketting'; did you mean 'bucketing'"),
+        ({"passes": "bucketing,gradient_sync"}, "'gradient_sync' communicates, but"),
         ({"process_group": "9"}, "torch.distributed is not initialised"),
     ],
 )
