@@ -87,14 +87,10 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.block, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.apply(_initialise)
-        for block in self.blocks:
-            # Each block adds two branches to the residual stream; its variance is to stay that of one.
-            for layer in (block.attention.out, block.mlp[-1]):
-                nn.init.normal_(layer.weight, std=0.02 / (2 * config.layers) ** 0.5)
         if config.tied:
             self.head.weight = self.tokens.weight
 
@@ -108,9 +104,7 @@ class GPT(nn.Module):
         """
         positions_t = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
         x_btw = self.tokens(tokens_bt) + self.positions(positions_t)
-        for block in self.blocks:
-            x_btw = block(x_btw)
-        return self.head(self.norm(x_btw))
+        return self.head(self.norm(self.blocks(x_btw)))
 
 
 def _initialise(module: nn.Module) -> None:

@@ -1,0 +1,37 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fxpasses import registry
+from fxpasses.distributed.group import resolve
+from tests.graphs import WORLD
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def fake_world() -> Iterator[str]:
+    """Name of the default process group: rank 0 of four, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    yield str(resolve(None).name)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Passes registered during the test are forgotten after it."""
+    monkeypatch.setattr(registry, "_decorated", dict(registry._decorated))
+    registry._installed.cache_clear()
+    yield
+    registry._installed.cache_clear()

@@ -1,0 +1,94 @@
+"""The `fxpasses` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import ClassVar
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fxpasses import __version__
+from fxpasses.cli import main
+from fxpasses.passes.base import Pass
+from fxpasses.passes.gradient_sync import GradientSync
+from fxpasses.registry import passes, register_pass
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def sections() -> dict[str, str]:
+    """What `fxpasses passes` says of each pass."""
+    result = run("passes")
+    assert result.exit_code == 0, result.output
+    texts = re.findall(r"^\S.*\n(?: .*\n)*", result.output, re.MULTILINE)
+    return {text.split()[0]: text for text in texts}
+
+
+def test_the_version():
+    result = run("--version")
+    assert result.exit_code == 0 and __version__ in result.output
+
+
+def test_help_names_the_commands():
+    result = run("--help")
+    assert result.exit_code == 0 and "passes" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["pases"], ["passes", "more"], ["passes", "--what"]])
+def test_wrong_usage_is_refused(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2 and "Error: " in result.output
+
+
+def test_all_passes_are_listed_in_order():
+    assert list(sections()) == sorted(passes())
+
+
+def test_a_pass_is_listed_with_contract_and_options():
+    assert sections()["bucketing"].splitlines() == [
+        "bucketing  (backward graph; bitwise)",
+        "    provides: buckets",
+        "    mb: float | None = from 'bucket_mb'",
+    ]
+
+
+def test_a_pass_that_changes_numerics_is_listed_with_its_bound():
+    text = sections()["gradient_sync"]
+    assert GradientSync().error_bound() in text.splitlines()[0]
+    assert "    requires: buckets\n" in text and "    provides: reduced\n" in text
+    assert "    overlap: bool = True\n" in text
+
+
+def third_party(**attributes: object) -> type[Pass]:
+    namespace = {"name": "third_party", "stage": "joint", "__module__": __name__, **attributes}
+    return dataclasses.dataclass(frozen=True)(type("ThirdParty", (Pass,), namespace))
+
+
+def test_a_third_party_pass_is_listed(own_registry):
+    register_pass(third_party(conflicts=frozenset({"bucketing"})))
+    assert sections()["third_party"].splitlines() == [
+        "third_party  (joint graph; bitwise)",
+        "    conflicts: bucketing",
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedsLevel(Pass):
+    level: int
+
+    name: ClassVar[str] = "needs_level"
+    stage: ClassVar[str] = "joint"
+    preserves_numerics: ClassVar[bool] = False
+
+    def error_bound(self) -> str:
+        return f"|out - g| <= 2 ** -{self.level}"
+
+
+@pytest.mark.xfail(strict=True, reason="the listing makes each pass without options")
+def test_a_pass_with_an_option_without_default_is_listed(own_registry):
+    register_pass(NeedsLevel)
+    assert "    level: int\n" in sections()["needs_level"]
