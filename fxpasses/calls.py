@@ -131,10 +131,18 @@ class Calls:
         if len(given) == len(self.unit.returned):
             return outputs
         unused = {s for s in plan.needs if s and not s & given}
-        for spec, total in zip(plan.states, states, strict=True):
-            if spec.kind == PARTICIPATION and unused:
-                unused -= {s for s, t in zip(plan.sets, total.tolist(), strict=True) if t}
+        if unused and self.unit.group.size > 1:
+            unused &= self._unused_on_all_ranks(states)
         return [None if need in unused else x for x, need in zip(outputs, plan.needs, strict=True)]
+
+    def _unused_on_all_ranks(self, states: list[torch.Tensor]) -> set[frozenset[int]]:
+        """By what `Participation` agreed on; without it none, since a rank can't know of the others."""
+        for spec, total in zip(self.unit.plan.states, states, strict=True):
+            if spec.kind == PARTICIPATION:
+                return {
+                    s for s, t in zip(self.unit.plan.sets, total.tolist(), strict=True) if not t
+                }
+        return set()
 
 
 def _state(spec: StateSpec, call: _Call, flags: torch.Tensor) -> torch.Tensor:

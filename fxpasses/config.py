@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,18 +41,20 @@ class Hardening:
     reduce_dtype: str | None = None
     bucket_mb: float = 25.0
     passes: str | None = None
-    dump: str | None = None
-    profile: str | None = None
+    dump: str | os.PathLike[str] | None = None
+    profile: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         _check_choice("reduce", self.reduce, REDUCTIONS)
         if self.reduce_dtype is not None:
             _check_choice("reduce_dtype", self.reduce_dtype, WIRE_DTYPES)
         _check_positive_number("bucket_mb", self.bucket_mb)
-        for name in ("passes", "dump", "profile"):
+        if self.passes is not None and not isinstance(self.passes, str):
+            raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
+        for name in ("dump", "profile"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"option {name!r}: expected a string, got {value!r}")
+            if value is not None and not isinstance(value, str | os.PathLike):
+                raise ValueError(f"option {name!r}: expected a path, got {value!r}")
         _check_process_group(self.process_group)
 
     @classmethod
@@ -64,8 +67,14 @@ class Hardening:
         options = dict(options or {})
         _check_keys(options, "option")
         profile = options.get("profile")
-        settings = {**_read_profile(profile), **options} if profile is not None else options
-        return cls(**settings)
+        if profile is None:
+            return cls(**options)
+        settings = _read_profile(profile)
+        cls(**options)  # what is wrong with these is not the profile's fault
+        try:
+            return cls(**{**settings, **options})
+        except ValueError as error:
+            raise ValueError(f"in profile {os.fspath(profile)!r}: {error}") from error
 
 
 def nearest(word: str, known: Any) -> str:
@@ -89,7 +98,7 @@ def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def _check_positive_number(option: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
+    if not is_number or not 0 < value < math.inf:
         raise ValueError(f"option {option!r}: got {value!r}; expected a positive number")
 
 
@@ -105,8 +114,9 @@ def _check_process_group(value: Any) -> None:
 
 
 def _read_profile(path: Any) -> dict[str, Any]:
-    if not isinstance(path, str):
+    if not isinstance(path, str | os.PathLike):
         raise ValueError(f"option 'profile': expected a path, got {path!r}")
+    path = os.fspath(path)
     try:
         settings = tomllib.loads(Path(path).read_text())
     except OSError as error:

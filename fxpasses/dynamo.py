@@ -74,6 +74,7 @@ def _source_name(node: fx.Node) -> str:
 
 def _source_path(node: fx.Node) -> tuple[str, ...]:
     """`L['self']._modules['a']._parameters['weight']` → `("self", "a", "weight")`."""
-    groups = re.findall(r"\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]|\.(\w+)", _source_name(node))
+    source = re.sub(r"\.__closure__\[\d+\]\.cell_contents|\.__self__", "", _source_name(node))
+    groups = re.findall(r"\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]|\.(\w+)", source)
     parts = [next(filter(None, group)) for group in groups]
-    return tuple(p for p in parts if p not in ("_modules", "_parameters", "_buffers"))
+    return tuple(p for p in parts if p not in ("_modules", "_parameters", "_buffers", "_orig_mod"))

@@ -137,6 +137,8 @@ class TrainingGraph:
     def add_input(self, name: str, role: Role, value: torch.Tensor) -> fx.Node:
         """Append a placeholder after the existing ones. `value`: a fake tensor of this graph's mode."""
         placeholders = self.graph.find_nodes(op="placeholder")
+        while name in {node.target for node in placeholders}:
+            name += "_"
         first = next(iter(self.graph.nodes))
         insertion = (
             self.graph.inserting_after(placeholders[-1])
@@ -192,6 +194,8 @@ class TrainingGraph:
             row = f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}"
             if node.op in ("placeholder", "output"):
                 row += f" {node.meta.get('role')} {node.meta.get('roles')}"
+            if "effect" in node.meta:
+                row += f" {node.meta['effect']}"
             digest.update(row.encode())
         return digest.hexdigest()
 

@@ -52,7 +52,7 @@ class Pipeline:
             for observe in observers:
                 observe(previous, following, graph)
             if following is not None:
-                done.append(Done(following, following.run(graph)))
+                done.append(_run(following, graph))
         if any(d.report.changed for d in done):
             graph.recompile()
         return done
@@ -61,6 +61,14 @@ class Pipeline:
     def spec(self) -> str:
         """The pipeline string."""
         return ",".join(p.spec for p in self.passes)
+
+
+def _run(current: Pass, graph: TrainingGraph) -> Done:
+    try:
+        return Done(current, current.run(graph))
+    except Exception as error:
+        error.add_note(f"while pass {current.spec!r} ran")
+        raise
 
 
 def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pipeline:

@@ -12,6 +12,7 @@ import importlib.metadata
 import re
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from fxpasses.config import nearest
@@ -31,11 +32,11 @@ def register_pass(cls: PassType) -> PassType:
             has its name.
     """
     _check_contract(cls)
-    known = _decorated.get(cls.name) or _installed().get(cls.name)
-    if known is not None and known.__qualname__ != cls.__qualname__:
-        raise ValueError(
-            f"pass name {cls.name!r} is taken by {known.__module__}.{known.__qualname__}"
-        )
+    # By what they say of themselves: loading them here would go in circles while one is being loaded.
+    installed = [e.value.replace(":", ".") for e in _entry_points() if e.name == cls.name]
+    decorated = [_address(_decorated[cls.name])] if cls.name in _decorated else []
+    for taken in installed + decorated:
+        _check_clash(cls, taken)
     _decorated[cls.name] = cls
     return cls
 
@@ -45,18 +46,37 @@ def passes() -> dict[str, type[Pass]]:
     return {**_installed(), **_decorated}
 
 
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
 @functools.cache
 def _installed() -> dict[str, type[Pass]]:
     found: dict[str, type[Pass]] = {}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+    for entry in _entry_points():
         cls = entry.load()
         _check_contract(cls)
-        if cls.name in found and found[cls.name] is not cls:
+        if entry.name != cls.name:
             raise ValueError(
-                f"two installed passes have the name {cls.name!r}: {entry.value} is one"
+                f"entry point {entry.name!r} in group {ENTRY_POINT_GROUP!r} must bear the name of its "
+                f"pass, {cls.name!r}"
             )
+        if cls.name in found:
+            _check_clash(cls, _address(found[cls.name]))
         found[cls.name] = cls
     return found
+
+
+def _check_clash(cls: type[Pass], taken_by: str) -> None:
+    """A class may come again (its module was reloaded); another one of its name may not."""
+    if taken_by != _address(cls):
+        raise ValueError(
+            f"pass name {cls.name!r} is taken by {taken_by}; {_address(cls)} needs another"
+        )
+
+
+def _address(cls: type[Pass]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _check_contract(cls: type[Pass]) -> None:
@@ -76,10 +96,13 @@ def parse_pipeline(text: str) -> tuple[Pass, ...]:
     Raises:
         ValueError: naming the place in the string, the pass or the option that is wrong.
     """
+    if not text.strip():
+        return ()
     found: list[Pass] = []
     position = 0
     pattern = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\{([^{}]*)\})?\s*(,|$)")
-    while position < len(text):
+    ended = False
+    while not ended:
         match = pattern.match(text, position)
         if match is None:
             raise ValueError(
@@ -87,7 +110,7 @@ def parse_pipeline(text: str) -> tuple[Pass, ...]:
                 "expected name{option=value,...}, separated by commas"
             )
         found.append(_make(match[1], match[2] or ""))
-        position = match.end()
+        position, ended = match.end(), match[3] == ""
     return tuple(found)
 
 
@@ -107,12 +130,25 @@ def _make(name: str, options: str) -> Pass:
             raise ValueError(
                 f"option 'passes': pass {name!r} has no option {key!r}{nearest(key, fields)}"
             )
+        if key in given:
+            raise ValueError(f"option 'passes': pass {name!r} has option {key!r} twice")
         given[key] = _convert(name, key, value, hints[key])
+    for field in dataclasses.fields(cls):
+        if field.name not in given and not has_default(field):
+            raise ValueError(
+                f"option 'passes': pass {name!r} needs a value for option {field.name!r}"
+            )
     return cls(**given)
 
 
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is not missing or field.default_factory is not missing
+
+
 def _convert(name: str, key: str, text: str, hint: Any) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = typing.get_args(hint) if is_union else (hint,)
     if text == "None" and type(None) in kinds:
         return None
     for kind in kinds:

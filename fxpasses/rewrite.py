@@ -6,13 +6,15 @@ nodes are inlined before a given node. Each new node says where it comes from (`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpasses.graph import TrainingGraph
@@ -71,11 +73,23 @@ def splice(
         filled = [next(remaining) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         return fn(*pytree.tree_unflatten(filled, structure))
 
-    with graph.fake_mode, torch.no_grad():
-        traced = make_fx(call, decomposition_table=graph.decompositions)(
-            *(node.meta["val"] for node in nodes)
-        )
+    mode = graph.fake_mode
+    with _tolerant(mode), mode, torch.no_grad():
+        # Tracing tells arguments apart by identity, and two nodes may share one value.
+        values = [n.meta["val"] for n in nodes]
+        values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
+        traced = make_fx(call, decomposition_table=graph.decompositions)(*values)
     return _inline(graph, before, traced, nodes, name, provenance)
+
+
+@contextlib.contextmanager
+def _tolerant(mode: FakeTensorMode) -> Iterator[None]:
+    """Let a real tensor through, as a constant of the trace: `_copy` then says what is wrong with it."""
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 def _inline(

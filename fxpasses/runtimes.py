@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,12 +62,25 @@ class StepRecord:
     bytes: int = 0
     skipped: bool = False
 
+    def add(self, other: StepRecord) -> None:
+        """Count in what happened elsewhere in the same step."""
+        self.backwards += other.backwards
+        self.collectives += other.collectives
+        self.bytes += other.bytes
+        self.skipped |= other.skipped
+
 
 class Runtime:
-    """State and records of the compiled training of one set of parameters."""
+    """State and records of the compiled training of one set of parameters.
+
+    Two runtimes become one when their parameters turn out to belong to the same model; both objects then
+    answer for the whole.
+    """
 
     def __init__(self) -> None:
-        self._parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._merged_into: Runtime | None = None
+        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → name
+        self._named_by = 0  # parameters of the module whose names are in use; 0: names of graphs
         self._plan: dict[int, tuple[PlannedCollective, ...]] = {}
         self._step = StepRecord()
         self._step_ended = False
@@ -75,12 +88,12 @@ class Runtime:
     @property
     def last_step(self) -> StepRecord:
         """The step that ran last; between a backward and `optimizer.step()`, the one under way."""
-        return dataclasses.replace(self._step)
+        return dataclasses.replace(self.root._step)
 
     @property
     def plan(self) -> tuple[PlannedCollective, ...]:
         """The collectives of a backward in order, graph after graph as they were compiled."""
-        return tuple(c for planned in self._plan.values() for c in planned)
+        return tuple(c for planned in self.root._plan.values() for c in planned)
 
     def state_dict(self) -> dict[str, Any]:
         """All state across steps: `{"version": 1, "state": {"kind/parameter.name": tensor}}`.
@@ -91,7 +104,7 @@ class Runtime:
         """
         state = {
             f"{kind}/{name}": tensor
-            for parameter, name in self._named_parameters()
+            for parameter, name in self.root._names.items()
             for kind, tensor in STORE.of(parameter)
         }
         return {"version": STATE_DICT_VERSION, "state": state}
@@ -107,7 +120,7 @@ class Runtime:
             raise ValueError(
                 f"state dict has version {version!r}; this fxpasses reads {STATE_DICT_VERSION}"
             )
-        parameters = {name: parameter for parameter, name in self._named_parameters()}
+        parameters = {name: parameter for parameter, name in self.root._names.items()}
         unknown = [key for key in state_dict["state"] if key.partition("/")[2] not in parameters]
         if unknown:
             name = unknown[0].partition("/")[2]
@@ -118,36 +131,46 @@ class Runtime:
             kind, _, name = key.partition("/")
             STORE.put(parameters[name], kind, tensor)
 
-    def adopt(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Make parameters this runtime's own, under these names."""
-        for name, parameter in named_parameters:
-            self._parameters[parameter] = name
+    @property
+    def root(self) -> Runtime:
+        """The runtime that this one has become part of; itself at first."""
+        return self if self._merged_into is None else self._merged_into.root
+
+    def adopt(self, named: Mapping[str, torch.Tensor], named_by: int = 0) -> None:
+        """Make parameters this runtime's own.
+
+        Args:
+            named_by: parameters of the module that these names come from. Names of a larger module
+                replace those of its parts and of graphs; a parameter that has no name yet gets this one.
+        """
+        better = named_by > self._named_by
+        for name, parameter in named.items():
+            if better or parameter not in self._names:
+                self._names[parameter] = name
             _OWNER[parameter] = self
+        self._named_by = max(self._named_by, named_by)
 
     def record_plan(self, graph_id: int, plan: tuple[PlannedCollective, ...]) -> None:
-        self._plan[graph_id] = plan
+        self.root._plan[graph_id] = plan
 
     def record_backward(self, plan: tuple[PlannedCollective, ...]) -> None:
-        if self._step_ended:
-            self._step, self._step_ended = StepRecord(), False
-        self._step.backwards += 1
-        self._step.collectives += len(plan)
-        self._step.bytes += sum(c.bytes for c in plan)
+        root = self.root
+        if root._step_ended:
+            root._step, root._step_ended = StepRecord(), False
+        root._step.add(StepRecord(1, len(plan), sum(c.bytes for c in plan)))
 
     def end_step(self) -> None:
-        self._step_ended = True
+        self.root._step_ended = True
 
     def absorb(self, other: Runtime) -> None:
-        """Take over what another runtime holds: its parameters turned out to belong to the same model."""
-        self.adopt([(name, parameter) for parameter, name in other._named_parameters()])
-        self._plan = {**other._plan, **self._plan}
-        if not other._step_ended:
-            self._step.backwards += other._step.backwards
-            self._step.collectives += other._step.collectives
-            self._step.bytes += other._step.bytes
-
-    def _named_parameters(self) -> Iterator[tuple[torch.Tensor, str]]:
-        yield from self._parameters.items()
+        """Take over what another runtime holds."""
+        self.adopt({name: parameter for parameter, name in other._names.items()}, other._named_by)
+        self._plan.update(other._plan)
+        if self._step_ended and not other._step_ended:
+            self._step, self._step_ended = other._step, False
+        elif self._step_ended == other._step_ended:
+            self._step.add(other._step)
+        other._merged_into = self
 
 
 _OWNER: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -158,37 +181,31 @@ def runtime(x: Any) -> Runtime:
 
     Args:
         x: the compiled module, the plain module under it, or a compiled function (its parameters are
-            those of the modules that it is bound to or closes over).
+            those of the modules that it is bound to or closes over). A part of a model has the runtime
+            of the whole.
 
     Raises:
         ValueError: when no parameter can be found through `x`.
     """
-    named = dict(_parameters_of(x))
+    named = {name.replace("_orig_mod.", ""): p for name, p in _parameters_of(x)}
     if not named:
         raise ValueError(
             f"runtime({x!r}): no parameter is reachable from it; pass the module that holds them"
         )
-    return owner_of(named, rename=True)
+    return owner_of(named, named_by=len(named) if isinstance(x, torch.nn.Module) else 0)
 
 
-def owner_of(named: Mapping[str, torch.Tensor], rename: bool = False) -> Runtime:
+def owner_of(named: Mapping[str, torch.Tensor], named_by: int = 0) -> Runtime:
     """The one runtime of these parameters; several that own some of them become one.
 
     Args:
-        rename: let these names replace those under which a compiled graph knew the parameters.
+        named_by: see `Runtime.adopt`.
     """
-    owners: dict[int, Runtime] = {}
-    orphans: list[tuple[str, torch.Tensor]] = []
-    for name, parameter in named.items():
-        owner = _OWNER.get(parameter)
-        if owner is None:
-            orphans.append((name, parameter))
-        else:
-            owners[id(owner)] = owner
+    owners = {id(o): o for p in named.values() if (o := _OWNER.get(p)) is not None}
     first, *rest = owners.values() or [Runtime()]
     for other in rest:
         first.absorb(other)
-    first.adopt(named.items() if rename else orphans)
+    first.adopt(named, named_by)
     return first
 
 
@@ -198,23 +215,24 @@ def owns(runtime: Runtime, parameter: torch.Tensor) -> bool:
 
 
 def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    x = inspect.unwrap(x, stop=lambda f: isinstance(f, torch.nn.Module)) if callable(x) else x
     if isinstance(x, torch.nn.Module):
-        yield from getattr(x, "_orig_mod", x).named_parameters()
+        yield from x.named_parameters()
         return
-    function = getattr(x, "_torchdynamo_orig_callable", x)
-    bound = getattr(function, "__self__", None)
+    bound = getattr(x, "__self__", None)
     if bound is not None:
         yield from _parameters_of(bound)
         return
+    function = inspect.unwrap(getattr(x, "_torchdynamo_orig_callable", x)) if callable(x) else x
     if not inspect.isfunction(function):
+        if function is not x:
+            yield from _parameters_of(function)
         return
     reached = inspect.getclosurevars(function)
     for name, value in {**reached.globals, **reached.nonlocals}.items():
         if isinstance(value, torch.nn.Parameter):
             yield name, value
         elif isinstance(value, torch.nn.Module):
-            yield from ((f"{name}.{k}", p) for k, p in _parameters_of(value))
+            yield from ((f"{name}.{k}", p) for k, p in value.named_parameters())
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

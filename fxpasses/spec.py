@@ -33,9 +33,10 @@ def defined_before_use(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def has_value(graph: TrainingGraph) -> Iterator[Violation]:
-    """Each operator call and input has a fake value."""
+    """Each input, and each operator call whose result is used, has a fake value."""
     for node in graph.graph.nodes:
-        if node.op in ("call_function", "placeholder") and "val" not in node.meta:
+        matters = node.op == "placeholder" or (node.op == "call_function" and node.users)
+        if matters and "val" not in node.meta:
             yield node, "has no fake value (meta['val'])"
 
 
@@ -99,18 +100,25 @@ def state_keeps_its_form(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Each gradient output passed exactly one reducing collective. Holds once gradients are synchronised."""
-    depth: dict[fx.Node, int] = {}
+    """Each gradient output passed exactly one reducing collective, on every way from a tangent.
+
+    Holds once gradients are synchronised.
+    """
+    counts: dict[
+        fx.Node, set[int]
+    ] = {}  # reducing collectives on the ways from a tangent to a node
+    tangents = {node for node, _ in graph.inputs("tangent")}
     for node in graph.graph.nodes:
-        above = max((depth[n] for n in node.all_input_nodes), default=0)
-        depth[node] = above + (is_launch(node) and node.meta.get("reduces", False))
+        above = {0} if node in tangents else set().union(*(counts[n] for n in node.all_input_nodes))
+        reduces = is_launch(node) and node.meta.get("reduces", False)
+        counts[node] = {count + reduces for count in above}
     for gradient in graph.gradients():
-        if gradient.node.meta["val"].numel() and depth[gradient.node] != 1:
+        found = counts[gradient.node]
+        if gradient.node.meta["val"].numel() and found - {1}:
+            times = " or ".join(map(str, sorted(found)))
             yield (
                 gradient.node,
-                (
-                    f"is the gradient of {gradient.parameter!r} and was reduced {depth[gradient.node]} times"
-                ),
+                f"is the gradient of {gradient.parameter!r} and was reduced {times} times",
             )
 
 
@@ -141,7 +149,7 @@ def check(graph: TrainingGraph, after: str, rules: tuple[Rule, ...] = ALWAYS) ->
 
 
 def signature(graph: TrainingGraph) -> list[tuple[object, ...]]:
-    """Roles, shapes and dtypes of inputs and outputs, without state: what no pass may change."""
+    """Roles, shapes, dtypes and devices of inputs and outputs, without state: what no pass may change."""
     rows: list[tuple[object, ...]] = []
     for node, role in graph.inputs():
         rows.append((role, *_form(node)))
@@ -164,7 +172,9 @@ def check_signature(before: list[tuple[object, ...]], graph: TrainingGraph, afte
 
 def _form(node: object) -> tuple[object, ...]:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (type(value),)
+    if not isinstance(value, torch.Tensor):
+        return (type(value),)
+    return (tuple(value.shape), value.dtype, value.device)
 
 
 def _returns_list(node: fx.Node) -> bool:

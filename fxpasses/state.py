@@ -44,8 +44,13 @@ class StateStore:
         return tensor
 
     def put(self, parameter: torch.Tensor, kind: str, tensor: torch.Tensor) -> None:
-        """Set a tensor, in place where one of that form exists."""
-        self._tensors.setdefault(parameter, {})[kind] = tensor.detach().clone()
+        """Set a tensor to these values, in place where one of that form exists."""
+        kinds = self._tensors.setdefault(parameter, {})
+        old = kinds.get(kind)
+        if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+            old.copy_(tensor)
+        else:
+            kinds[kind] = tensor.detach().clone()
 
     def of(self, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(kind, tensor) of one parameter."""

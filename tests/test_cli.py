@@ -88,7 +88,6 @@ class NeedsLevel(Pass):
         return f"|out - g| <= 2 ** -{self.level}"
 
 
-@pytest.mark.xfail(strict=True, reason="the listing makes each pass without options")
 def test_a_pass_with_an_option_without_default_is_listed(own_registry):
     register_pass(NeedsLevel)
     assert "    level: int\n" in sections()["needs_level"]

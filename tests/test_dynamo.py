@@ -73,9 +73,6 @@ def test_parameters_of_a_compiled_method_have_their_qualified_names():
     assert names_of(model.forward, torch.ones(1, 3)) == expected
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the source begins with L['fn'].__self__ for torch's own modules"
-)
 def test_parameters_of_a_compiled_method_of_torch_have_their_qualified_names():
     assert names_of(mlp(3, 3).forward, torch.ones(1, 3)) == ["0.bias", "0.weight"]
 

@@ -55,7 +55,6 @@ def test_roles_of_a_captured_backward_graph():
     assert [role.kind for _, _, role in graph.outputs()].count("input_gradient") == 1
 
 
-@pytest.mark.xfail(strict=True, reason="all captures share one code object, so Dynamo goes dynamic")
 def test_a_capture_does_not_depend_on_earlier_ones():
     for size in (3, 5):
         graph = backward_of(nn.Linear(size, 2), torch.randn(size, size))
@@ -170,7 +169,6 @@ def test_state_is_written_by_one_output_the_last_time_counts():
     assert torch.equal(execute(graph, [tangent, old])[1], tangent * 2)
 
 
-@pytest.mark.xfail(strict=True, raises=SyntaxError, reason="both inputs are named state_r_a_b")
 def test_states_whose_names_differ_in_a_dot_only_live_side_by_side():
     graph = doubled((3,))
     for parameter in ("a.b", "a_b"):

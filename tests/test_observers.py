@@ -76,7 +76,9 @@ def test_the_dump_holds_the_graph_at_its_time(tmp_path):
 
 def test_a_broken_graph_is_dumped_if_the_dump_comes_first(tmp_path):
     def act(graph) -> None:
-        del add_call(graph, torch.ops.aten.neg.default, graph.inputs()[0][0]).meta["val"]
+        node = add_call(graph, torch.ops.aten.neg.default, graph.inputs()[0][0])
+        graph.set_output(0, node)
+        del node.meta["val"]
 
     pipeline = Pipeline((Does(action=act),))
     with pytest.raises(SpecError):

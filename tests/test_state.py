@@ -75,7 +75,6 @@ def test_put_copies_and_detaches(store, weight):
     assert torch.equal(tensor, torch.ones(2, 3)) and not tensor.requires_grad
 
 
-@pytest.mark.xfail(strict=True, reason="put always replaces; its docstring says otherwise")
 def test_put_writes_in_place_where_a_tensor_of_that_form_exists(store, weight):
     tensor = store.get(weight, RESIDUAL)
     store.put(weight, "residual", torch.ones(2, 3))

@@ -18,15 +18,19 @@ def main() -> None:
 @main.command()
 def passes() -> None:
     """List the passes: stage, contract, options and where these take their default from."""
+    from fxpasses.registry import has_default
     from fxpasses.registry import passes as known
 
     for name, cls in sorted(known().items()):
-        numerics = "bitwise" if cls.preserves_numerics else cls().error_bound()
+        numerics = "bitwise"
+        if not cls.preserves_numerics:
+            ready = all(map(has_default, dataclasses.fields(cls)))
+            numerics = cls().error_bound() if ready else "error bound depends on its options"
         click.echo(f"{name}  ({cls.stage} graph; {numerics})")
         for label in ("requires", "provides", "conflicts"):
             if values := getattr(cls, label):
                 click.echo(f"    {label}: {', '.join(sorted(values))}")
         for field in dataclasses.fields(cls):
             source = field.metadata.get("environment")
-            default = f"from {source!r}" if source else repr(field.default)
-            click.echo(f"    {field.name}: {field.type} = {default}")
+            default = f" = from {source!r}" if source else f" = {field.default!r}"
+            click.echo(f"    {field.name}: {field.type}{default if has_default(field) else ''}")

@@ -47,7 +47,7 @@ class Bucketing(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"buckets"})
 
     def __post_init__(self) -> None:
-        if self.mb is not None and not (math.isfinite(self.mb) and self.mb > 0):
+        if self.mb is not None and not 0 < self.mb < math.inf:
             raise ValueError(
                 f"option 'passes': bucketing{{mb={self.mb}}}: expected a positive number"
             )
@@ -56,9 +56,16 @@ class Bucketing(Pass):
         assert self.mb is not None
         groups = assign(graph, self.mb * 2**20)
         order = graph.positions()
+        lasts = [max((g.node for g in group), key=order.__getitem__) for group in groups]
+        # Chosen before anything is inserted, so that buckets with one last gradient stand in order.
+        places = [_behind(last) for last in lasts]
+        flats = [
+            _flat(graph, index, group, last, place)
+            for index, (group, last, place) in enumerate(zip(groups, lasts, places, strict=True))
+        ]
         views: dict[int, fx.Node] = {}
-        for index, group in enumerate(groups):
-            views.update(_build(graph, index, group, order))
+        for group, flat in zip(groups, flats, strict=True):
+            views.update(_views(graph, group, flat))
         graph.set_outputs(views)
         return Report(
             changed=bool(groups),
@@ -92,40 +99,49 @@ def assign(graph: TrainingGraph, bucket_bytes: float) -> list[list[Gradient]]:
     return sorted(groups, key=lambda group: order[group[-1].node])
 
 
-def _build(
-    graph: TrainingGraph, index: int, group: list[Gradient], order: dict[fx.Node, int]
-) -> dict[int, fx.Node]:
-    """Write one bucket; returns what becomes each output of its gradients."""
-    last = max((g.node for g in group), key=order.__getitem__)
+def _flat(
+    graph: TrainingGraph, index: int, group: list[Gradient], last: fx.Node, before: fx.Node
+) -> fx.Node:
+    """Write the flat tensor of one bucket."""
     parameters = tuple(g.parameter for g in group)
-    origin = Provenance("bucketing", "flatten", last.name, model_line(last), parameters)
-    permutations = [_physical_order(g.node.meta["val"]) for g in group]
+    permutations = _permutations(group)
     flat = splice(
         graph,
-        _behind(graph, last),
+        before,
         lambda grads: torch.cat([_flatten(x, p) for x, p in zip(grads, permutations, strict=True)]),
         [g.node for g in group],
         name=f"bucket{index}",
-        provenance=origin,
+        provenance=Provenance("bucketing", "flatten", last.name, model_line(last), parameters),
     )
+    numels = tuple(g.node.meta["val"].numel() for g in group)
+    flat.meta["bucket"] = Bucket(index, parameters, numels, model_line(last))
+    return flat
+
+
+def _views(graph: TrainingGraph, group: list[Gradient], flat: fx.Node) -> dict[int, fx.Node]:
+    """Write the views of one bucket; returns what becomes each output of its gradients."""
+    bucket: Bucket = flat.meta["bucket"]
     shapes = [tuple(g.node.meta["val"].shape) for g in group]
-    numels = tuple(math.prod(shape) for shape in shapes)
-    flat.meta["bucket"] = Bucket(index, parameters, numels, origin.model_line)
+    permutations = _permutations(group)
     views = splice(
         graph,
         graph.output_node,
         lambda x: [
             _unflatten(part, shape, p)
-            for part, shape, p in zip(x.split(numels), shapes, permutations, strict=True)
+            for part, shape, p in zip(x.split(bucket.numels), shapes, permutations, strict=True)
         ],
         flat,
-        name=f"bucket{index}",
-        provenance=dataclasses.replace(origin, rule="unflatten"),
+        name=f"bucket{bucket.index}",
+        provenance=dataclasses.replace(flat.meta["provenance"], rule="unflatten"),
     )
     return {gradient.index: view for gradient, view in zip(group, views, strict=True)}
 
 
-def _behind(graph: TrainingGraph, node: fx.Node) -> fx.Node:
+def _permutations(group: list[Gradient]) -> list[tuple[int, ...]]:
+    return [_physical_order(g.node.meta["val"]) for g in group]
+
+
+def _behind(node: fx.Node) -> fx.Node:
     """The first place behind `node` where code may stand."""
     following = node.next
     while following.op == "placeholder":

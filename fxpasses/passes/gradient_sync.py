@@ -8,12 +8,13 @@ computation, in the order of the launches; without it each wait follows its laun
 give bitwise the same gradients).
 
 The mean divides before the sum, as DDP does: the scaling fuses into the copy that fills the bucket. With a
-wire dtype narrower than the gradient's, that division is done in the gradient's own dtype, then cast.
+wire dtype other than the gradient's, that division is done in the wider of the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -55,26 +56,36 @@ class GradientSync(Pass):
 
     def error_bound(self) -> str:
         return (
-            "|out - exact| <= (W + 1) * eps(wire dtype) * sum over ranks |g / W| (mean) or |g| (sum), "
-            "while no partial sum leaves the normal range of the wire dtype"
+            "|out - exact| <= (W + 1) * eps(wire dtype) * sum over ranks |g / W| (mean) or |g| (sum) "
+            "+ eps(gradient dtype) * |out|, while no partial sum leaves the normal range of the wire dtype"
         )
 
     def run(self, graph: TrainingGraph) -> Report:
+        order = graph.positions()
         flats = [node for node in graph.walk() if "bucket" in node.meta]
+        outward = _ancestors(g.node for g in graph.gradients())
+        readers = [sorted(outward & flat.users.keys(), key=order.__getitem__) for flat in flats]
         launches = [self._launch(graph, flat) for flat in flats]
-        for flat, launch in zip(flats, launches, strict=True):
-            self._finish(graph, flat, launch)
+        for flat, launch, reading in zip(flats, launches, readers, strict=True):
+            self._finish(graph, flat, launch, reading)
         wire_bytes = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in launches)
         return Report(bool(flats), {"all_reduces": len(flats), "bytes": wire_bytes})
 
     def _launch(self, graph: TrainingGraph, flat: fx.Node) -> fx.Node:
         group, world = self.group, self.world
         assert group is not None and world is not None and self.reduce is not None
-        dtype = TORCH_DTYPES[self.dtype] if self.dtype else flat.meta["val"].dtype
+        own = flat.meta["val"].dtype
+        if own.is_complex and self.dtype is not None:
+            raise ValueError(
+                f"reduce_dtype={self.dtype!r} does not fit the complex gradient of "
+                f"{flat.meta['bucket'].parameters[0]!r}; leave reduce_dtype out"
+            )
+        wire = TORCH_DTYPES[self.dtype] if self.dtype else own
 
         def launch(x: torch.Tensor) -> torch.Tensor:
+            x = x.to(torch.promote_types(own, wire))
             scaled = x / world if self.reduce == "mean" and world > 1 else x
-            return torch.ops._c10d_functional.all_reduce(scaled.to(dtype), "sum", group)
+            return torch.ops._c10d_functional.all_reduce(scaled.to(wire), "sum", group)
 
         node = splice(
             graph,
@@ -85,11 +96,11 @@ class GradientSync(Pass):
             provenance=self._origin(flat, "launch"),
         )
         node.meta["reduces"] = True
-        node.meta["bucket_of"] = flat.meta["bucket"]
         return node
 
-    def _finish(self, graph: TrainingGraph, flat: fx.Node, launch: fx.Node) -> None:
-        readers = [user for user in flat.users if user.meta["provenance"].rule == "unflatten"]
+    def _finish(
+        self, graph: TrainingGraph, flat: fx.Node, launch: fx.Node, readers: list[fx.Node]
+    ) -> None:
         result = splice(
             graph,
             readers[0] if self.overlap else launch.next,
@@ -104,3 +115,15 @@ class GradientSync(Pass):
     def _origin(self, flat: fx.Node, rule: str) -> Provenance:
         bucket = flat.meta["bucket"]
         return Provenance(self.name, rule, flat.name, bucket.model_line, bucket.parameters)
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from. What else reads a bucket wants its local value."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found

@@ -15,6 +15,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from torch import fx
 
 from fxpasses.graph import StateSpec, TrainingGraph, tangents_reaching
 from fxpasses.passes.base import Pass, Report, from_environment
@@ -60,6 +61,12 @@ class Participation(Pass):
 
 
 def tangent_sets(graph: TrainingGraph) -> list[frozenset[int]]:
-    """The different sets of tangents that parameter gradients depend on, in a fixed order."""
+    """The different sets of tangents that gradients, of parameters and of inputs, depend on, in a fixed
+    order. Empty for a graph that makes no parameter's gradient.
+    """
+    if not graph.gradients():
+        return []
     reach = tangents_reaching(graph)
-    return sorted({reach[g.node] for g in graph.gradients()} - {frozenset()}, key=sorted)
+    outputs = graph.outputs("gradient") + graph.outputs("input_gradient")
+    found = {reach[node] for _, node, _ in outputs if isinstance(node, fx.Node)}
+    return sorted(found - {frozenset()}, key=sorted)

@@ -15,9 +15,7 @@ from torch import fx
 
 from fxpasses.effects import is_launch, is_wait
 
-HEAVY = re.compile(
-    r"^(addmm|addbmm|baddbmm|bmm|mm|.*convolution.*|.*attention.*|.*lstm.*|.*rnn.*|.*gru.*)$"
-)
+HEAVY = re.compile(r"^(.*mm|.*convolution.*|.*attention.*|.*lstm.*|.*rnn.*|.*gru.*)$")
 
 
 class OrderError(RuntimeError):
@@ -95,13 +93,53 @@ def links(events: Iterable[Event]) -> list[tuple[str, str]]:
     return pairs
 
 
-_LAUNCH_IN_PLACE = re.compile(r"_c10d_functional\.\w+_\.default\((\w+)")
-_LAUNCH = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(?!wait_tensor)\w+\.default\((\w+)")
-_WAIT = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)")
+_ENTRY = re.compile(r"^\s*def (call|partition_\d+)\(")
+_COLLECTIVE = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\(")
 _NAMES = re.compile(r"Source Nodes: \[([^\]]*)\]")
 _ALLOCATED = re.compile(r"(\w+) = empty_strided\w*\(\(([\d, ]*)\)")
 _REUSED = re.compile(r"(\w+) = (\w+); del")
-_VIEWED = re.compile(r"(\w+) = reinterpret_tensor\(\w+, \(([\d, ]*)\)")
+_VIEW = re.compile(r"reinterpret_tensor\(\w+, \(([\d, ]*)\)")
+_NAMED_VIEW = re.compile(r"(\w+) = " + _VIEW.pattern)
+
+
+class _Reader:
+    """Reads Inductor's Python wrapper line by line.
+
+    Args:
+        compute: names of the heavy nodes to look for in the comments that name source nodes.
+    """
+
+    def __init__(self, compute: frozenset[str]) -> None:
+        self.events: list[Event] = []
+        self._unseen = set(compute)
+        self._names: list[str] = []  # of the comment above
+        self._numels: dict[str, int] = {}  # by buffer
+
+    def read(self, line: str) -> None:
+        if match := _NAMES.search(line):
+            self._names = [name.strip() for name in match[1].split(",")]
+            return
+        for pattern in (_ALLOCATED, _NAMED_VIEW):
+            if match := pattern.search(line):
+                self._numels[match[1]] = _product(match[2])
+        if match := _REUSED.search(line):
+            self._numels[match[1]] = self._numels.get(match[2], 0)
+        if match := _COLLECTIVE.search(line):
+            self._collective(match[1], match[2], _first_argument(line[match.end() :]))
+        elif "(" in line and "empty_strided" not in line and "assert_" not in line:
+            here = [name for name in self._names if name in self._unseen]
+            self._unseen.difference_update(here)
+            self.events += [Event("compute", name) for name in here]
+            self._names = []
+
+    def _collective(self, result: str | None, operator: str, payload: str) -> None:
+        if operator == "wait_tensor":
+            self.events.append(Event("wait", payload, of=payload))
+            return
+        view = _VIEW.match(payload)
+        numel = _product(view[1]) if view else self._numels.get(payload, 0)
+        in_place = operator.endswith("_")
+        self.events.append(Event("launch", payload if in_place else result or payload, numel))
 
 
 def emitted_events(code: str, compute: frozenset[str]) -> list[Event]:
@@ -109,37 +147,29 @@ def emitted_events(code: str, compute: frozenset[str]) -> list[Event]:
 
     Args:
         code: the wrapper's source.
-        compute: names of the heavy nodes to look for in the comments that name source nodes.
+        compute: names of the heavy nodes to look for.
 
     Returns:
         Launches are named by their buffer, waits by the buffer they wait for (`of`), heavy operators by
         their node.
     """
-    found: list[Event] = []
-    numels: dict[str, int] = {}
-    names: list[str] = []
-    seen: set[str] = set()
-    for line in code.splitlines():
-        if match := _NAMES.search(line):
-            names = [n.strip() for n in match[1].split(",")]
-            continue
-        for pattern in (_ALLOCATED, _VIEWED):
-            if match := pattern.search(line):
-                numels[match[1]] = _product(match[2])
-        if match := _REUSED.search(line):
-            numels[match[1]] = numels.get(match[2], 0)
-        if match := _WAIT.search(line):
-            found.append(Event("wait", match[1], of=match[1]))
-        elif match := _LAUNCH.search(line):
-            found.append(Event("launch", match[1], numels.get(match[2], 0)))
-        elif match := _LAUNCH_IN_PLACE.search(line):
-            found.append(Event("launch", match[1], numels.get(match[1], 0)))
-        elif "(" in line and "empty_strided" not in line and "assert_" not in line:
-            here = [n for n in names if n in compute and n not in seen]
-            seen.update(here)
-            found += [Event("compute", n) for n in here]
-            names = []
-    return found
+    reader = _Reader(compute)
+    lines = code.splitlines()
+    # What stands in front of the entry point defines kernels, under comments of the same form.
+    entry = next((i for i, line in enumerate(lines) if _ENTRY.match(line)), 0)
+    for line in lines[entry:]:
+        reader.read(line)
+    return reader.events
+
+
+def _first_argument(text: str) -> str:
+    """`reinterpret_tensor(a, (2,), (1,), 0), 'sum', '0')` → `reinterpret_tensor(a, (2,), (1,), 0)`."""
+    depth = 0
+    for position, character in enumerate(text):
+        if depth == 0 and character in ",)":
+            return text[:position].strip()
+        depth += {"(": 1, ")": -1}.get(character, 0)
+    return text.strip()
 
 
 def check_emitted(planned: tuple[Event, ...], code: str) -> None:

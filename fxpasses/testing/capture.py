@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from fxpasses import aot
 from fxpasses.dynamo import input_roles
 from fxpasses.graph import TrainingGraph
+
+_count = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +61,13 @@ def capture(program: Callable[..., Any], *args: Any) -> Captured:
             gm, example_inputs
         )
 
-    # A module would not get its hooks and its own frame traced; a call to it gets both.
-    torch.compile(lambda *xs: program(*xs), backend=backend, fullgraph=True)(*args)
+    def call(*xs: Any) -> Any:  # a call of a module: its hooks and its own frame are traced as well
+        return program(*xs)
+
+    # A code of its own: what Dynamo remembers, it remembers by the name of the code.
+    code = call.__code__.replace(co_name=f"capture_{next(_count)}")
+    fresh = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    torch.compile(fresh, backend=backend, fullgraph=True)(*args)
     if not found:
         raise ValueError("the program records no backward: no input or parameter requires grad")
     return found[-1]

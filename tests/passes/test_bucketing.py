@@ -172,9 +172,6 @@ def test_views_stand_at_the_end():
     assert set(rules[first:]) == {"unflatten"} and "unflatten" not in rules[:first]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="each is put before what follows, so before the one put earlier"
-)
 @pytest.mark.parametrize(
     "program",
     [lambda a, b: (a, b), lambda a, b: [a + b] * 2],

@@ -84,9 +84,9 @@ def test_heavy_operators(program, example, targets):
         aten._thnn_fused_lstm_cell.default,
         aten.mkldnn_rnn_layer.default,
         aten.gru.input,
-        pytest.param(aten._scaled_mm.default, marks=pytest.mark.xfail(strict=True)),
-        pytest.param(aten._grouped_mm.default, marks=pytest.mark.xfail(strict=True)),
-        pytest.param(aten._int_mm.default, marks=pytest.mark.xfail(strict=True)),
+        aten._scaled_mm.default,
+        aten._grouped_mm.default,
+        aten._int_mm.default,
     ],
     ids=str,
 )
@@ -430,16 +430,12 @@ def test_products_without_a_collective_between_them_may_change_places():
 # Forms that the reader does not know.
 
 
-@pytest.mark.xfail(
-    strict=True, raises=OrderError, reason="all views go by the name of the function"
-)
 def test_payloads_that_are_views_are_told_apart():
     first, second = (f"reinterpret_tensor({b}, (8, ), (1, ), 0)" for b in ("buf1", "buf3"))
     planned = (launch("ar0", 8), launch("ar1", 8), wait("w0", "ar0"), wait("w1", "ar1"))
     check_emitted(planned, code(start(first), start(second), finish(first), finish(second)))
 
 
-@pytest.mark.xfail(strict=True, reason="a parenthesis in a comment counts as the call")
 def test_a_comment_in_front_of_a_kernels_source_runs_nothing():
     """As for Triton, where the comment stands at the definition and at the call."""
     comment = "# Topologically Sorted Source Nodes: [mm], Original ATen: [aten.mm]"
