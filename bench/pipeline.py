@@ -12,6 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,6 +1,6 @@
 """Reduce each bucket over the ranks with one all-reduce, as nodes of the graph.
 
-    before   bucket0 ─▶ views            after   bucket0 ─▶ mul 1/W ─▶ all_reduce ── … ──▶ wait ─▶ views
+    before   cat ─▶ views            after   div W, cat ─▶ all_reduce ── … ──▶ wait ─▶ views
 
 Before: buckets. After: each gradient output passed exactly one reducing collective. A launch stands right
 behind its bucket, in bucket order on every rank. With `overlap` all waits stand behind the last
@@ -82,20 +82,26 @@ class GradientSync(Pass):
             )
         wire = TORCH_DTYPES[self.dtype] if self.dtype else own
 
-        def launch(x: torch.Tensor) -> torch.Tensor:
+        def payload(x: torch.Tensor) -> torch.Tensor:
             x = x.to(torch.promote_types(own, wire))
-            scaled = x / world if self.reduce == "mean" and world > 1 else x
-            return torch.ops._c10d_functional.all_reduce(scaled.to(wire), "sum", group)
+            return (x / world if self.reduce == "mean" and world > 1 else x).to(wire)
 
+        def launch(parts: list[torch.Tensor]) -> torch.Tensor:
+            whole = torch.cat([payload(part) for part in parts])
+            return torch.ops._c10d_functional.all_reduce(whole, "sum", group)
+
+        # From the bucket's parts: scaled behind the concatenation, it would be written twice.
+        assert flat.target is torch.ops.aten.cat.default
         node = splice(
             graph,
             flat.next,
             launch,
-            flat,
+            flat.args[0],
             name=f"bucket{flat.meta['bucket'].index}",
             provenance=self._origin(flat, "launch"),
         )
         node.meta["reduces"] = True
+        node.args[0].meta["bucket"] = flat.meta["bucket"]  # type: ignore[union-attr]
         return node
 
     def _finish(
@@ -111,6 +117,8 @@ class GradientSync(Pass):
         )
         for reader in readers:
             reader.replace_input_with(flat, result)
+        if not flat.users:
+            graph.graph.erase_node(flat)
 
     def _origin(self, flat: fx.Node, rule: str) -> Provenance:
         bucket = flat.meta["bucket"]
