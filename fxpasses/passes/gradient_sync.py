@@ -90,13 +90,14 @@ class GradientSync(Pass):
             whole = torch.cat([payload(part) for part in parts])
             return torch.ops._c10d_functional.all_reduce(whole, "sum", group)
 
-        # From the bucket's parts: scaled behind the concatenation, it would be written twice.
-        assert flat.target is torch.ops.aten.cat.default
+        # From the bucket's parts: scaled behind the concatenation, it would be written twice. A bucket of
+        # one gradient may have been decomposed to a copy.
+        is_cat = flat.target is torch.ops.aten.cat.default
         node = splice(
             graph,
             flat.next,
             launch,
-            flat.args[0],
+            flat.args[0] if is_cat else [flat],
             name=f"bucket{flat.meta['bucket'].index}",
             provenance=self._origin(flat, "launch"),
         )
