@@ -120,7 +120,6 @@ def with_ddp(model: GPT) -> Callable[[torch.Tensor], torch.Tensor]:
 def train(wrap: Wrap, steps: int, report: Callable[[Any], None]) -> None:
     """Train, reporting `StepDone` and `HeldOut` on the way and a `Record` at the end."""
     text, held_out_text = standard_library()
-    # Nothing broadcasts rank 0's weights to the others: every rank draws the same.
     torch.manual_seed(SEED)
     model = GPT(DEMO)
     wrapped = wrap(model)

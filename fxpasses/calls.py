@@ -1,9 +1,9 @@
 """One compiled region at run time: what happens around its forward and its backward.
 
-    forward     remembers, at the autograd node, whose parameters these are
+    forward     on first use, rank 0's values; remembers, at the autograd node, whose parameters these are
     backward    state in ─▶ compiled backward ─▶ gradients, None where no loss took part
 
-Nothing here communicates: all collectives are nodes of the compiled graph.
+But for the first use, nothing here communicates: collectives are nodes of the compiled graph.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from fxpasses import aot
 from fxpasses.coverage import note_reduced
+from fxpasses.distributed import first_use
 from fxpasses.distributed.group import is_initialized
 from fxpasses.graph import StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
@@ -48,23 +49,23 @@ class Calls:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._places = [
-            (position, role.name)
-            for position, role in enumerate(unit.input_roles)
-            if role.kind == "parameter"
-        ]
+        places = list(enumerate(unit.input_roles))
+        self._parameters = [(i, role.name) for i, role in places if role.kind == "parameter"]
+        self._buffers = [(i, role.name) for i, role in places if role.kind == "buffer"]
         self._initialized = is_initialized()
-        self._bound: tuple[list[weakref.ref[torch.nn.Parameter]], Runtime | None] = ([], None)
+        self._bound: tuple[list[weakref.ref[torch.Tensor]], Runtime | None] = ([], None)
 
     def forward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what Dynamo calls."""
 
         def run(*args: Any) -> Any:
+            if not (self.unit.trains and torch.is_grad_enabled()):
+                return compiled(*args)
+            owner = self._bind(args)
             outputs = compiled(*args)
             node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata)
             if node is not None:
-                parameters = {name: args[position] for position, name in self._places}
-                owner = self._owner(parameters)
+                parameters = {name: args[position] for position, name in self._parameters}
                 node.register_prehook(functools.partial(self._before_backward, parameters, owner))
             return outputs
 
@@ -89,19 +90,26 @@ class Calls:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _owner(self, parameters: dict[str, torch.nn.Parameter]) -> Runtime | None:
-        if not parameters:
-            return None
+    def _bind(self, args: Sequence[Any]) -> Runtime | None:
+        """Find the runtime of the parameters of this call. On their first use they are made alike on all
+        ranks.
+        """
         references, owner = self._bound
-        values = list(parameters.values())
-        same = owner is not None and len(references) == len(values) and owns(owner, values[0])
-        if not same or any(r() is not p for r, p in zip(references, values, strict=True)):
+        tensors = [args[position] for position, _ in self._parameters + self._buffers]
+        same = len(references) == len(tensors) and (owner is None or owns(owner, tensors[0]))
+        if same and all(r() is t for r, t in zip(references, tensors, strict=True)):
+            return owner
+        parameters = {name: args[position] for position, name in self._parameters}
+        buffers = {name: args[position] for position, name in self._buffers}
+        if self.unit.group.size > 1:
+            first_use.make_alike(self.unit.group, parameters | buffers)
+        if parameters:
             owner = owner_of(parameters)
             owner.record_plan(self.unit.id, self.unit.plan.collectives)
             if self.unit.group.size > 1:
                 reduced = {name for c in self.unit.plan.collectives for name in c.parameters}
                 note_reduced((n, p) for n, p in parameters.items() if n in reduced)
-            self._bound = ([weakref.ref(p) for p in values], owner)
+        self._bound = ([weakref.ref(t) for t in tensors], owner)
         return owner
 
     def _before_backward(

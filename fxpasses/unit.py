@@ -119,6 +119,11 @@ class Unit:
         collectives, events = planned_collectives(graph), events_of(graph.graph)
         self.plan = BackwardPlan(_lower_state(graph), collectives, events, sets, needs)
 
+    @property
+    def trains(self) -> bool:
+        """Whether a backward was recorded."""
+        return self.forward_metadata is not None
+
     def note_forward(self) -> None:
         """Called while the forward is being compiled: only then does AOTAutograd tell of its outputs."""
         self.forward_metadata = aot.forward_metadata()

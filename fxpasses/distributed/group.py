@@ -1,10 +1,15 @@
-"""The process group that gradients are reduced over."""
+"""The process group that gradients are reduced over.
+
+What we need of `torch.distributed` internals. Checked on torch 2.11, 2.13 and 2.14.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fxpasses.config import nearest
@@ -25,24 +30,24 @@ class Group:
     rank: int
 
 
-def resolve(process_group: Any) -> Group:
+def resolve(option: Any) -> Group:
     """The group that option `process_group` means.
 
     Args:
-        process_group: a ProcessGroup, its registered name, or None for the default group.
+        option: a ProcessGroup, its registered name, or None for the default group.
 
     Raises:
         ValueError: for an unknown name, a group that this process is not in, or a group given although
             `torch.distributed` is not initialised.
     """
     if not is_initialized():
-        if process_group is not None:
+        if option is not None:
             raise ValueError(
-                f"option 'process_group': got {process_group!r}, but torch.distributed is not initialised; "
+                f"option 'process_group': got {option!r}, but torch.distributed is not initialised; "
                 "call torch.distributed.init_process_group first"
             )
         return Group(None, 1, 0)
-    group = _by_name(process_group) if isinstance(process_group, str) else process_group
+    group = process_group(option) if isinstance(option, str) else option
     if group is None:
         group = dist.distributed_c10d._get_default_group()
     rank = dist.get_rank(group)
@@ -67,7 +72,24 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _by_name(name: str) -> dist.ProcessGroup:
+def store_of(name: str) -> dist.Store:
+    """The store that a group's ranks met in."""
+    return dist.distributed_c10d._world.pg_map[process_group(name)][1]
+
+
+def timeout_of(name: str) -> timedelta:
+    """How long a group's collectives wait."""
+    group = process_group(name)
+    device = dist.distributed_c10d._get_object_coll_device(group)
+    return group._get_backend(torch.device(device)).options._timeout
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The group of a registered name.
+
+    Raises:
+        ValueError: when no group has it.
+    """
     known = {str(group.group_name): group for group in dist.distributed_c10d._world.pg_map}
     if name not in known:
         raise ValueError(

@@ -102,7 +102,7 @@ class GradientSync(Pass):
             provenance=self._origin(flat, "launch"),
         )
         node.meta["reduces"] = True
-        node.args[0].meta["bucket"] = flat.meta["bucket"]  # type: ignore[union-attr]
+        node.args[0].meta["bucket"] = flat.meta["bucket"]
         return node
 
     def _finish(

@@ -1,0 +1,98 @@
+"""Before its first training forward a model is compared over the ranks, and takes rank 0's values.
+
+The comparison goes through the process group's store: rank 0 collects a table of names, dtypes and shapes from
+every rank and publishes a verdict, so that all ranks raise together and a rank that does not come is named.
+Only then are values broadcast.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxpasses.distributed.group import Group, process_group, store_of, timeout_of
+
+_AGREED = "agreed"
+_alike: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor → names of groups
+_uses: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by group
+
+
+def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> None:
+    """Compare tensors over the ranks of a group, then overwrite them, in place, by rank 0's: each once.
+
+    All ranks must call this in the same order. Nothing is done on the `fake` backend.
+
+    Args:
+        named: parameters and buffers of one compiled region, by name.
+
+    Raises:
+        RuntimeError: on all ranks, when names, dtypes or shapes differ (naming the first difference), or when
+            a rank does not come within the group's timeout (naming it).
+    """
+    assert group.name is not None
+    named = {k: t for k, t in named.items() if group.name not in _alike.get(t, ())}
+    if not named or dist.get_backend(process_group(group.name)) == "fake":
+        return
+    store = dist.PrefixStore(f"fxpasses/{next(_uses[group.name])}", store_of(group.name))
+    _compare(group, store, "\n".join(f"{name}: {_form(t)}" for name, t in named.items()))
+    for tensor in named.values():
+        _broadcast(group.name, tensor.detach())
+        _alike.setdefault(tensor, set()).add(group.name)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _compare(group: Group, store: dist.Store, table: str) -> None:
+    assert group.name is not None
+    timeout = timeout_of(group.name)
+    if group.rank != 0:
+        store.set(f"table/{group.rank}", table)
+        verdict = _get(store, "verdict", timeout, "rank 0 to compare the model over the ranks")
+    else:
+        verdict = _verdict(group, store, table, timeout)
+        store.set("verdict", verdict)
+    if verdict != _AGREED:
+        raise RuntimeError(verdict)
+
+
+def _verdict(group: Group, store: dist.Store, table: str, timeout: timedelta) -> str:
+    for rank in range(1, group.size):
+        try:
+            other = _get(store, f"table/{rank}", timeout, f"rank {rank} to start training")
+        except RuntimeError as error:
+            return str(error)
+        if other != table:
+            return _difference(rank, other.splitlines(), table.splitlines())
+    return _AGREED
+
+
+def _difference(rank: int, theirs: list[str], ours: list[str]) -> str:
+    for here, there in itertools.zip_longest(ours, theirs, fillvalue="nothing"):
+        if here != there:
+            return f"the model differs over the ranks: rank 0 has {here}, rank {rank} has {there}"
+    raise AssertionError("the tables differ in some line")
+
+
+def _get(store: dist.Store, key: str, timeout: timedelta, what: str) -> str:
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:  # each kind of store has its own
+        waited = f"waited {timeout.total_seconds():.0f} s for {what}"
+        raise RuntimeError(f"{waited} ({str(error).splitlines()[0]})") from error
+    return store.get(key).decode()
+
+
+def _broadcast(group_name: str, tensor: torch.Tensor) -> None:
+    # In memory order: a channels-last tensor is dense, but not what a collective calls contiguous.
+    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    dist.broadcast(dense, group=process_group(group_name), group_src=0)
+    if dense is not tensor:
+        tensor.copy_(dense)
