@@ -26,7 +26,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from fxpasses.graph import Role
 
 TANGENT_PREFIX = "tangents_"
-VIEW_CHAIN = 16  # how many views deep an output may hang below the compiled function's own node
 
 
 def is_whole_joint(module: fx.GraphModule) -> bool:
@@ -95,7 +94,7 @@ def rename_state_input(node: fx.Node) -> None:
 def returned_positions(tangents: Iterable[fx.Node], metadata: Any) -> tuple[int | None, ...]:
     """For each tangent the position, among what the autograd function returned, that it belongs to.
 
-    None where that can't be told (tangents of written inputs): such a tangent counts as always given.
+    None where that can't be told: such a tangent counts as always given.
     """
     mutated_inputs, outputs = metadata.num_mutated_inp_runtime_indices, metadata.num_outputs
     positions: list[int | None] = []
@@ -109,6 +108,10 @@ def returned_positions(tangents: Iterable[fx.Node], metadata: Any) -> tuple[int 
         elif isinstance(of, IntermediateBaseAOTOutput):
             positions.append(mutated_inputs + outputs + bases)
             bases += 1
+        elif isinstance(of, InputMutationAOTOutput) and isinstance(of.mutated_input, PlainAOTInput):
+            written = list(metadata.mutated_inp_runtime_indices)
+            index = of.mutated_input.idx
+            positions.append(written.index(index) if index in written else None)
         else:
             positions.append(None)
     return tuple(positions)
@@ -120,16 +123,36 @@ def forward_metadata() -> Any:
     return None if context is None else context.fw_metadata
 
 
-def autograd_node(tensors: Iterable[Any], metadata: Any) -> Any:
-    """The autograd node behind freshly returned tensors that runs the backward compiled with `metadata`.
+def autograd_clock() -> int:
+    """A number that autograd nodes made from now on, in this thread, don't fall short of."""
+    return torch.autograd._get_sequence_nr()
+
+
+def autograd_node(tensors: Iterable[Any], metadata: Any, since: int) -> Any:
+    """The autograd node behind returned tensors that runs the backward compiled with `metadata`.
 
     Outputs that are views or written inputs hang a few nodes below their own `grad_fn`.
+
+    Args:
+        since: `autograd_clock()` before the call; older nodes belong to other calls.
     """
-    level: set[Any] = {t.grad_fn for t in tensors if isinstance(t, torch.Tensor)} - {None}
-    for _ in range(VIEW_CHAIN):
-        for node in level:
-            function = getattr(type(node), "_forward_cls", None)
-            if function is not None and getattr(function, "metadata", None) is metadata:
-                return node
-        level = {following for node in level for following, _ in node.next_functions} - {None}
+    seen: set[Any] = set()
+    pending = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor)]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or node._sequence_nr() < since:
+            continue
+        seen.add(node)
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and getattr(function, "metadata", None) is metadata:
+            return node
+        pending += [following for following, _ in node.next_functions]
     return None
+
+
+def is_batched(tensor: Any) -> bool:
+    """Whether a tensor stands for a batch of tensors (`torch.vmap`, `is_grads_batched=True`)."""
+    functorch = torch._C._functorch
+    return isinstance(tensor, torch.Tensor) and (
+        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )

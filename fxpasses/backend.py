@@ -10,7 +10,12 @@ from torch import fx
 from fxpasses import pipeline
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import refuse_wrapper, resolve
-from fxpasses.dynamo import input_roles, own_settings, user_errors_visible
+from fxpasses.dynamo import (
+    input_roles,
+    own_settings,
+    refuse_unsupported,
+    user_errors_visible,
+)
 from fxpasses.unit import Unit
 
 own_settings()
@@ -67,5 +72,6 @@ def _unit(
     hardening = Hardening.from_options(options)
     refuse_wrapper()
     group = resolve(hardening.process_group)
+    refuse_unsupported(gm, example_inputs, group.size)
     passes = pipeline.build(hardening, group.name, group.size, group.rank)
     return Unit(hardening, group, passes, input_roles(gm, example_inputs), decompositions)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from fxpasses import aot
-from fxpasses.coverage import note_reduced
+from fxpasses.coverage import reduced
 from fxpasses.distributed import first_use
-from fxpasses.distributed.group import is_initialized
+from fxpasses.distributed.group import is_initialized, process_group
 from fxpasses.graph import StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
 from fxpasses.runtimes import Runtime, owner_of, owns
@@ -52,7 +52,8 @@ class Calls:
         places = list(enumerate(unit.input_roles))
         self._parameters = [(i, role.name) for i, role in places if role.kind == "parameter"]
         self._buffers = [(i, role.name) for i, role in places if role.kind == "buffer"]
-        self._initialized = is_initialized()
+        self._group = _current_group(unit)
+        self._records: list[Any] = []  # of the parameters that the backward reduces
         self._bound: tuple[list[weakref.ref[torch.Tensor]], Runtime | None] = ([], None)
 
     def forward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,8 +63,9 @@ class Calls:
             if not (self.unit.trains and torch.is_grad_enabled()):
                 return compiled(*args)
             owner = self._bind(args)
+            started = aot.autograd_clock()
             outputs = compiled(*args)
-            node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata)
+            node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata, started)
             if node is not None:
                 parameters = {name: args[position] for position, name in self._parameters}
                 node.register_prehook(functools.partial(self._before_backward, parameters, owner))
@@ -85,6 +87,8 @@ class Calls:
             outputs = compiled(args)
             if call.runtime is not None:
                 call.runtime.record_backward(self.unit.plan.collectives)
+            for record in self._records:
+                record.contributions += 1
             return self._drop_unused(outputs, given, states)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -105,10 +109,11 @@ class Calls:
             first_use.make_alike(self.unit.group, parameters | buffers)
         if parameters:
             owner = owner_of(parameters)
-            owner.record_plan(self.unit.id, self.unit.plan.collectives)
-            if self.unit.group.size > 1:
-                reduced = {name for c in self.unit.plan.collectives for name in c.parameters}
-                note_reduced((n, p) for n, p in parameters.items() if n in reduced)
+            region = (self.unit.region, *map(id, parameters.values()))
+            owner.record_plan(region, self.unit.plan.collectives)
+        if self.unit.group.size > 1:
+            names = {name for c in self.unit.plan.collectives for name in c.parameters}
+            self._records = [reduced(p) for name, p in parameters.items() if name in names]
         self._bound = ([weakref.ref(t) for t in tensors], owner)
         return owner
 
@@ -123,10 +128,15 @@ class Calls:
                 "the hardened backend does not support double backward (create_graph=True) through a "
                 "compiled region; compute this gradient in eager mode"
             )
-        if is_initialized() != self._initialized:
+        if any(map(aot.is_batched, grad_outputs)):
             raise RuntimeError(
-                "torch.distributed was initialised or shut down after this model was compiled; initialise "
-                "it before the first forward, or call torch._dynamo.reset()"
+                "the hardened backend does not support batched gradients (is_grads_batched=True, vmap over a "
+                "backward) through a compiled region; compute them one by one or in eager mode"
+            )
+        if _current_group(self.unit) is not self._group:
+            raise RuntimeError(
+                "torch.distributed was initialised, shut down or initialised anew after this model was "
+                "compiled; call torch._dynamo.reset(), then compile again"
             )
         given = tuple(g is not None for g in grad_outputs)
         _thread.call = _Call(self, parameters, runtime, given)
@@ -151,6 +161,13 @@ class Calls:
                     s for s, t in zip(self.unit.plan.sets, total.tolist(), strict=True) if not t
                 }
         return set()
+
+
+def _current_group(unit: Unit) -> Any:
+    """The process group that the unit's collectives would use now; None without one."""
+    if not is_initialized():
+        return None
+    return process_group(unit.group.name) if unit.group.name is not None else "initialised"
 
 
 def _state(spec: StateSpec, call: _Call, flags: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,9 @@ def _check_process_group(value: Any) -> None:
         return
     import torch.distributed as dist
 
+    if value is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("option 'process_group': this process is not a member of the group given")
+
     if not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         raise ValueError(
             f"option 'process_group': got {value!r}; expected a torch.distributed.ProcessGroup or its name"

@@ -1,56 +1,78 @@
 """No optimizer step on gradients that nobody reduced.
 
-Dynamo runs eagerly what it can't capture (recurrent cells by default, code behind a graph break in an
-unsupported call). Gradients made there never pass through a compiled region, so nothing reduces them. An
-optimizer that holds some parameters which compiled regions reduce over ranks, and others with a gradient which
-none of them does, is stopped before it steps.
+Dynamo runs eagerly what it can't capture (recurrent cells by default, modules with backward hooks, code
+behind a graph break in an unsupported call). Gradients made there never pass through a compiled region, so
+nothing reduces them. An optimizer that holds parameters which compiled regions reduce over ranks is stopped
+before it steps on a gradient, of any of its parameters, that no region has contributed to since its last step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_reduced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → its name
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+
+@dataclasses.dataclass
+class _Reduced:
+    """What is known of a parameter: contributions of compiled regions so far, by rank-wide reduction."""
+
+    contributions: int = 0
 
 
-def note_reduced(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Some compiled backward reduces the gradients of these parameters over several ranks."""
-    for name, parameter in named:
-        _reduced[parameter] = name
+_reduced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → _Reduced
+# For each optimizer what its parameters' gradients were when it last stepped: the gradient, its version, and
+# the contributions to it.
+_Seen = tuple[weakref.ref[torch.Tensor], int, int]
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Seen]]
+_seen = weakref.WeakKeyDictionary()
+
+
+def reduced(parameter: torch.Tensor) -> _Reduced:
+    """The record of a parameter whose gradients some compiled backward reduces over several ranks."""
+    return _reduced.setdefault(parameter, _Reduced())
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer mixes reduced and unreduced gradients.
+    """Raise if an optimizer is about to step on a gradient that was not reduced.
 
     Raises:
-        RuntimeError: naming the parameter by group, index and shape.
+        RuntimeError: naming the parameter by group, index, dtype and shape.
     """
-    if not _reduced:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    records = [_reduced.get(p) for p in parameters]
+    if not any(records):
         return
-    groups = [group["params"] for group in optimizer.param_groups]
-    fine = _checked.setdefault(optimizer, set())
-    new = [p for group in groups for p in group if p.grad is not None and id(p) not in fine]
-    if not new:
-        return
-    if not any(p in _reduced for group in groups for p in group):
-        return
-    for parameter in new:
-        if parameter not in _reduced:
+    seen = _seen.setdefault(optimizer, {})
+    for index, (parameter, record) in enumerate(zip(parameters, records, strict=True)):
+        gradient = parameter.grad
+        if gradient is None or gradient.numel() == 0:
+            continue
+        contributions = record.contributions if record else 0
+        if not _explained(gradient, contributions, seen.get(index)):
             raise RuntimeError(
-                f"the gradient of {_place(groups, parameter)} was not reduced over the ranks: no compiled "
-                "region computes it. Dynamo runs the code that uses it eagerly; "
+                f"the gradient of {_place(optimizer, parameter)} was not reduced over the ranks: no compiled "
+                "region computed it. Dynamo runs the code that uses it eagerly; "
                 "TORCH_LOGS=graph_breaks says why. Make that code compile, or give this parameter an "
                 "optimizer of its own and reduce its gradient there"
             )
-    fine.update(map(id, new))
+        seen[index] = (weakref.ref(gradient), gradient._version, contributions)
 
 
-def _place(groups: list[list[torch.Tensor]], parameter: torch.Tensor) -> str:
+def _explained(gradient: torch.Tensor, contributions: int, before: _Seen | None) -> bool:
+    """By a contribution since the last step, by nothing having happened since, or by being zeroed."""
+    if before is None:
+        return contributions > 0 or not gradient.any()
+    old, version, counted = before
+    untouched = old() is gradient and gradient._version == version
+    return contributions > counted or untouched or not gradient.any()
+
+
+def _place(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> str:
+    groups: Iterable[list[torch.Tensor]] = (group["params"] for group in optimizer.param_groups)
     for g, group in enumerate(groups):
         for i, candidate in enumerate(group):
             if candidate is parameter:

@@ -39,6 +39,32 @@ def own_settings() -> None:
     torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
+def region_being_compiled() -> int:
+    """Identity of the code that Dynamo is compiling, the same in each recompilation."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    assert compile_id is not None and compile_id.frame_id is not None, "Dynamo is compiling nothing"
+    return compile_id.frame_id
+
+
+def refuse_unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any], world: int) -> None:
+    """Raise `ValueError` for programs whose gradients would not be reduced, or not rightly."""
+    from torch.distributed.tensor import DTensor
+
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if isinstance(example, DTensor):
+            raise ValueError(
+                f"input {node.name!r} is a DTensor: sharded parameters (FSDP, tensor parallelism) are not "
+                "supported; the hardened backend replicates the model on each rank"
+            )
+    autograd = (torch.autograd.grad, torch.autograd.backward)
+    if world > 1 and any(node.target in autograd for node in gm.graph.nodes):
+        raise ValueError(
+            "the compiled function calls backward() or torch.autograd.grad() itself "
+            "(torch._dynamo.config.trace_autograd_ops); its gradients would not be reduced: call backward() "
+            "outside the compiled function"
+        )
+
+
 def input_roles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Role]:
     """The role of each input of a Dynamo graph: parameters and buffers by qualified name."""
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -1,7 +1,7 @@
 """`TrainingGraph`: an ATen FX graph whose inputs and outputs have roles.
 
 It is built from AOTAutograd's joint graph, from the backward graph after partition, from an exported
-program or by a test (`fxpasses.sources`); a pass can't tell these apart. Roles live in node metadata, so
+program or by a test; a pass can't tell these apart. Roles live in node metadata, so
 they survive copies:
 
     placeholder.meta["role"]   Role
@@ -45,6 +45,7 @@ class StateSpec:
     Attributes:
         kind: what it is, the first part of its name (`"residual"`).
         parameter: qualified name of the parameter it belongs to.
+        shape, dtype, device: of the tensor; they need not be the parameter's.
         fill: initial value of each element.
     """
 

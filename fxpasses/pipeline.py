@@ -94,7 +94,7 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
     if world > 1 and not any("reduced" in p.provides for p in pipeline.passes):
         raise ValueError(
             f"option 'passes': {text!r} reduces no gradient, but there are {world} ranks; add "
-            "'bucketing,gradient_sync'"
+            "'participation,bucketing,gradient_sync'"
         )
     return pipeline
 

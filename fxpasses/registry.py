@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from fxpasses.config import nearest
-from fxpasses.passes.base import STAGES, Pass
+from fxpasses.passes.base import FROM_GROUP, STAGES, Pass
 
 ENTRY_POINT_GROUP = "fxpasses.passes"
 PassType = TypeVar("PassType", bound=type[Pass])
@@ -105,6 +105,11 @@ def parse_pipeline(text: str) -> tuple[Pass, ...]:
     while not ended:
         match = pattern.match(text, position)
         if match is None:
+            readable = re.compile(r"\s*(?:[A-Za-z_]\w*\s*(?:\{[^{}]*\})?)?\s*").match(
+                text, position
+            )
+            assert readable is not None
+            position = readable.end()
             raise ValueError(
                 f"option 'passes': can't read {text[position:]!r} (character {position + 1} of {text!r}); "
                 "expected name{option=value,...}, separated by commas"
@@ -120,7 +125,7 @@ def _make(name: str, options: str) -> Pass:
         raise ValueError(f"option 'passes': unknown pass {name!r}{nearest(name, known)}")
     cls = known[name]
     hints = typing.get_type_hints(cls)
-    fields = {field.name for field in dataclasses.fields(cls)}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in options.split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -129,6 +134,10 @@ def _make(name: str, options: str) -> Pass:
         if key not in fields:
             raise ValueError(
                 f"option 'passes': pass {name!r} has no option {key!r}{nearest(key, fields)}"
+            )
+        if fields[key].metadata.get("environment") in FROM_GROUP:
+            raise ValueError(
+                f"option 'passes': {name}{{{key}={value}}}: the process group decides this; leave it out"
             )
         if key in given:
             raise ValueError(f"option 'passes': pass {name!r} has option {key!r} twice")

@@ -7,6 +7,7 @@ graphs. `runtime(x)` finds it by any of them, so it works before the first forwa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,7 +82,7 @@ class Runtime:
         self._merged_into: Runtime | None = None
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → name
         self._named_by = 0  # parameters of the module whose names are in use; 0: names of graphs
-        self._plan: dict[int, tuple[PlannedCollective, ...]] = {}
+        self._plan: dict[Any, tuple[PlannedCollective, ...]] = {}  # by region
         self._step = StepRecord()
         self._step_ended = False
 
@@ -92,19 +93,23 @@ class Runtime:
 
     @property
     def plan(self) -> tuple[PlannedCollective, ...]:
-        """The collectives of a backward in order, graph after graph as they were compiled."""
+        """The collectives of a backward in order, region after region as they were first compiled."""
         return tuple(c for planned in self.root._plan.values() for c in planned)
 
     def state_dict(self) -> dict[str, Any]:
         """All state across steps: `{"version": 1, "state": {"kind/parameter.name": tensor}}`.
 
-        State is per rank: save it once a rank. It does not depend on how gradients were bucketed. After
-        a change of the number of ranks, load the state that each continuing rank had; new ranks start
-        fresh.
+        The tensors are the live ones, as in `Module.state_dict`: clone them to keep them while training
+        goes on. State is per rank: save it once a rank. It does not depend on how gradients were bucketed.
+        After a change of the number of ranks, load the state that each continuing rank had; new ranks
+        start fresh.
+
+        Raises:
+            ValueError: when two parameters go by one name, which compiled functions can't tell apart.
         """
         state = {
             f"{kind}/{name}": tensor
-            for parameter, name in self.root._names.items()
+            for name, parameter in self._by_name().items()
             for kind, tensor in STORE.of(parameter)
         }
         return {"version": STATE_DICT_VERSION, "state": state}
@@ -120,7 +125,7 @@ class Runtime:
             raise ValueError(
                 f"state dict has version {version!r}; this fxpasses reads {STATE_DICT_VERSION}"
             )
-        parameters = {name: parameter for parameter, name in self.root._names.items()}
+        parameters = self._by_name()
         unknown = [key for key in state_dict["state"] if key.partition("/")[2] not in parameters]
         if unknown:
             name = unknown[0].partition("/")[2]
@@ -130,6 +135,18 @@ class Runtime:
         for key, tensor in state_dict["state"].items():
             kind, _, name = key.partition("/")
             STORE.put(parameters[name], kind, tensor)
+
+    def _by_name(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for parameter, name in self.root._names.items():
+            if name in found:
+                raise ValueError(
+                    f"two parameters are named {name!r}: they met in one compiled function; call "
+                    "fxpasses.runtime(module) once with a module that holds both, so that names tell them "
+                    "apart"
+                )
+            found[name] = parameter
+        return found
 
     @property
     def root(self) -> Runtime:
@@ -150,8 +167,9 @@ class Runtime:
             _OWNER[parameter] = self
         self._named_by = max(self._named_by, named_by)
 
-    def record_plan(self, graph_id: int, plan: tuple[PlannedCollective, ...]) -> None:
-        self.root._plan[graph_id] = plan
+    def record_plan(self, region: Any, plan: tuple[PlannedCollective, ...]) -> None:
+        """What the backward of a region sends; it replaces what an earlier compilation of it said."""
+        self.root._plan[region] = plan
 
     def record_backward(self, plan: tuple[PlannedCollective, ...]) -> None:
         root = self.root
@@ -218,11 +236,18 @@ def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(x, torch.nn.Module):
         yield from x.named_parameters()
         return
+    if isinstance(x, functools.partial):
+        for part in (x.func, *x.args, *x.keywords.values()):
+            yield from _parameters_of(part)
+        return
     bound = getattr(x, "__self__", None)
     if bound is not None:
         yield from _parameters_of(bound)
         return
-    function = inspect.unwrap(getattr(x, "_torchdynamo_orig_callable", x)) if callable(x) else x
+    if isinstance(original := getattr(x, "_torchdynamo_orig_callable", None), functools.partial):
+        yield from _parameters_of(original)
+        return
+    function = inspect.unwrap(original or x) if callable(x) else x
     if not inspect.isfunction(function):
         if function is not x:
             yield from _parameters_of(function)
@@ -235,9 +260,8 @@ def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{name}.{k}", p) for k, p in value.named_parameters())
 
 
+@torch.compiler.disable
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return  # a compiled optimizer step is traced once; none of this belongs in its graph
     check_optimizer(optimizer)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for owner in {id(o): o for p in parameters if (o := _OWNER.get(p)) is not None}.values():

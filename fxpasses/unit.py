@@ -18,13 +18,14 @@ from torch import fx
 
 from fxpasses import aot
 from fxpasses.config import Hardening
-from fxpasses.distributed.group import Group
-from fxpasses.dynamo import user_errors_visible
+from fxpasses.distributed.group import Group, global_rank
+from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
 from fxpasses.graph import Role, StateSpec, TrainingGraph, tangents_reaching
 from fxpasses.observers import CheckRules, Dump
 from fxpasses.passes.participation import tangent_sets
 from fxpasses.pipeline import Observer, Pipeline
+from fxpasses.rewrite import Provenance, model_line
 from fxpasses.runtimes import PlannedCollective
 from fxpasses.schedule.order import Event, events_of
 
@@ -62,6 +63,7 @@ class Unit:
         decompositions: dict[Any, Callable[..., Any]],
     ) -> None:
         self.id = next(_ids)
+        self.region = region_being_compiled()
         self.hardening = hardening
         self.group = group
         self.pipeline = pipeline
@@ -103,7 +105,7 @@ class Unit:
             return graph
         observers: list[Observer] = [CheckRules()]
         if self.hardening.dump is not None:
-            folder = Path(self.hardening.dump) / f"rank{self.group.rank}" / f"g{self.id}.{stage}"
+            folder = Path(self.hardening.dump) / f"rank{global_rank()}" / f"g{self.id}.{stage}"
             observers.append(Dump(folder))
         self.pipeline.run(stage, graph, observers)
         return graph
@@ -139,7 +141,9 @@ def _planned(node: fx.Node) -> PlannedCollective:
     payload = node.args[0]
     assert isinstance(payload, fx.Node)
     value = payload.meta["val"]
-    provenance = node.meta["provenance"]
+    provenance = node.meta.get("provenance") or Provenance(
+        "program", "", node.name, model_line(node)
+    )
     return PlannedCollective(
         operator=node.target._opname,  # type: ignore[union-attr]
         group=str(node.args[-1]),

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxpasses.distributed.group import Group, process_group, store_of, timeout_of
 
 _AGREED = "agreed"
-_alike: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor → names of groups
-_uses: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by group
+_alike: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor → ids of groups
+_uses: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # by id of the group
 
 
 def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> None:
@@ -36,14 +36,15 @@ def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> None:
             a rank does not come within the group's timeout (naming it).
     """
     assert group.name is not None
-    named = {k: t for k, t in named.items() if group.name not in _alike.get(t, ())}
+    key = id(process_group(group.name))  # not the name: a group that is made anew has the old one's
+    named = {k: t for k, t in named.items() if key not in _alike.get(t, ())}
     if not named or dist.get_backend(process_group(group.name)) == "fake":
         return
-    store = dist.PrefixStore(f"fxpasses/{next(_uses[group.name])}", store_of(group.name))
+    store = dist.PrefixStore(f"fxpasses/{next(_uses[key])}", store_of(group.name))
     _compare(group, store, "\n".join(f"{name}: {_form(t)}" for name, t in named.items()))
     for tensor in named.values():
         _broadcast(group.name, tensor.detach())
-        _alike.setdefault(tensor, set()).add(group.name)
+        _alike.setdefault(tensor, set()).add(key)
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -91,7 +92,9 @@ def _get(store: dist.Store, key: str, timeout: timedelta, what: str) -> str:
 
 
 def _broadcast(group_name: str, tensor: torch.Tensor) -> None:
-    # In memory order: a channels-last tensor is dense, but not what a collective calls contiguous.
+    # One element of each dimension that only repeats it (an expanded buffer).
+    tensor = tensor[tuple(slice(0, 1 if s == 0 else None) for s in tensor.stride())]
+    # A channels-last tensor is dense, but not what a collective calls contiguous.
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
     dist.broadcast(dense, group=process_group(group_name), group_src=0)
     if dense is not tensor:

@@ -56,6 +56,11 @@ def resolve(option: Any) -> Group:
     return Group(group.group_name, dist.get_world_size(group), rank)
 
 
+def global_rank() -> int:
+    """This process's rank in the default group; 0 without one."""
+    return dist.get_rank() if is_initialized() else 0
+
+
 def refuse_wrapper() -> None:
     """Raise `ValueError` inside the forward of a DistributedDataParallel: its hooks would reduce again."""
     if is_initialized():

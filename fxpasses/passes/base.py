@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from fxpasses.graph import TrainingGraph
 
 STAGES = ("joint", "backward")
+FROM_GROUP = ("group", "world", "rank")  # what the process group decides, not the user
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +78,14 @@ class Pass:
 
     @property
     def spec(self) -> str:
-        """The pipeline string that makes this pass: `bucketing{mb=25.0}`; options at default are left out."""
+        """The pipeline string that makes this pass: `bucketing{mb=25.0}`. Options at default are left out,
+        and what the process group decides.
+        """
         given = [
             f"{field.name}={_format(getattr(self, field.name))}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
+            and field.metadata.get("environment") not in FROM_GROUP
         ]
         return self.name + (f"{{{','.join(given)}}}" if given else "")
 

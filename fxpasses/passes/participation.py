@@ -38,7 +38,7 @@ class Participation(Pass):
         sets = tangent_sets(graph)
         if len(sets) < 2:
             return Report(changed=False)
-        device = graph.gradients()[0].node.meta["val"].device
+        device = graph.inputs("tangent")[0][0].meta["val"].device
         spec = StateSpec(STATE_KIND, "", (len(sets),), torch.float32, device)
         launch = splice(
             graph,
@@ -62,10 +62,8 @@ class Participation(Pass):
 
 def tangent_sets(graph: TrainingGraph) -> list[frozenset[int]]:
     """The different sets of tangents that gradients, of parameters and of inputs, depend on, in a fixed
-    order. Empty for a graph that makes no parameter's gradient.
+    order.
     """
-    if not graph.gradients():
-        return []
     reach = tangents_reaching(graph)
     outputs = graph.outputs("gradient") + graph.outputs("input_gradient")
     found = {reach[node] for _, node, _ in outputs if isinstance(node, fx.Node)}

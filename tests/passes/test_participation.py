@@ -158,4 +158,4 @@ def test_each_rank_learns_on_how_many_ranks_a_set_took_part(fake_world):
 def test_the_contract():
     assert Participation.preserves_numerics and Participation.provides == {"participation"}
     assert Participation().bind({"group": "7"}) == Participation(group="7")
-    assert Participation(group="7").spec == "participation{group=7}"
+    assert Participation(group="7").spec == "participation"
