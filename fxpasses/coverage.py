@@ -9,11 +9,14 @@ before it steps on a gradient, of any of its parameters, that no region has cont
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Iterable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxpasses.distributed.group import several_ranks
 
 
 @dataclasses.dataclass
@@ -31,6 +34,13 @@ _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Seen]]
 _seen = weakref.WeakKeyDictionary()
 
 
+_NOTHING_REDUCED = (
+    "the hardened backend was asked for, but no compiled region has reduced a gradient so far. If this "
+    "optimizer is that model's, Dynamo ran all of it eagerly and its gradients differ over the ranks; "
+    "TORCH_LOGS=graph_breaks says why"
+)
+
+
 def reduced(parameter: torch.Tensor) -> _Reduced:
     """The record of a parameter whose gradients some compiled backward reduces over several ranks."""
     return _reduced.setdefault(parameter, _Reduced())
@@ -45,6 +55,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     records = [_reduced.get(p) for p in parameters]
     if not any(records):
+        if not _reduced and several_ranks() and any(p.grad is not None for p in parameters):
+            warnings.warn(_NOTHING_REDUCED, stacklevel=2)
         return
     seen = _seen.setdefault(optimizer, {})
     for index, (parameter, record) in enumerate(zip(parameters, records, strict=True)):

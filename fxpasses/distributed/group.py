@@ -61,6 +61,11 @@ def global_rank() -> int:
     return dist.get_rank() if is_initialized() else 0
 
 
+def several_ranks() -> bool:
+    """Whether this process is one of several."""
+    return is_initialized() and dist.get_world_size() > 1
+
+
 def refuse_wrapper() -> None:
     """Raise `ValueError` inside the forward of a DistributedDataParallel: its hooks would reduce again."""
     if is_initialized():

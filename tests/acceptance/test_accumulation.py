@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fxpasses
-from tests.multirank import run_ranks
+from tests.multirank import counted_all_reduces, run_ranks
 
 
 class Line(nn.Module):
@@ -22,8 +22,13 @@ class Line(nn.Module):
 def two_micro_batches_in_one_backward(rank: int, backend: str) -> tuple[float, int]:
     model = Line()
     inputs = [torch.full((1, 1), float(x)) for x in ((1, 3), (2, 5))[rank]]
-    torch.compile(model, backend=backend)(*inputs).backward()
-    return model.weight.grad.item(), fxpasses.runtime(model).last_step.collectives
+    compiled = torch.compile(model, backend=backend)
+    compiled(*inputs).backward()
+    model.zero_grad()
+    with counted_all_reduces() as count:
+        compiled(*inputs).backward()
+    assert fxpasses.runtime(model).last_step.collectives == 2  # of two backwards
+    return model.weight.grad.item(), count[0]
 
 
 @pytest.mark.parametrize("backend", ["hardened", "hardened_aot_eager"])
@@ -45,7 +50,9 @@ class Tied(nn.Module):
 
 def tied_weights(rank: int, backend: str) -> tuple[list, int, int]:
     model = Tied()
-    torch.compile(model, backend=backend)(torch.tensor([rank])).backward()
+    with counted_all_reduces() as count:
+        torch.compile(model, backend=backend)(torch.tensor([rank])).backward()
+    assert count == [1]
     record = fxpasses.runtime(model).last_step
     return model.embedding.weight.grad.tolist(), record.collectives, record.bytes
 

@@ -207,3 +207,20 @@ def test_an_optimizer_step_may_be_compiled():
     torch.compile(model, backend="hardened_aot_eager")(torch.ones(1, 4)).sum().backward()
     step()
     assert not torch.equal(model.weight, before)
+
+
+def step_of_an_eager_model(rank: int) -> list[str]:
+    import warnings
+
+    model = nn.LSTM(2, 2)  # Dynamo does not capture it
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.compile(model, backend="hardened_aot_eager")(torch.ones(1, 1, 2))[0].sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(w.message) for w in caught]
+
+
+def test_a_model_of_which_nothing_was_compiled_gets_a_warning():
+    for messages in run_ranks(step_of_an_eager_model, 2):
+        assert any("no compiled region has reduced a gradient" in message for message in messages)
