@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-from fxpasses.graph import Role
+from fxpasses.graph import BUFFER_STATE, Role, StateSpec
 
 TANGENT_PREFIX = "tangents_"
 
@@ -76,12 +76,32 @@ def _output_role(desc: Any, position: int, forward: bool, input_roles: Sequence[
     return Role("output" if forward else "input_gradient", f"{position}")
 
 
-def annotate_backward(module: fx.GraphModule, output_roles: Sequence[Role]) -> None:
-    """Write roles to the backward half of a joint graph, given the roles of the joint's backward outputs."""
+def _written_buffers(joint: fx.GraphModule) -> tuple[StateSpec, ...]:
+    """Buffers that a joint graph writes: by an output, or by a `copy_` that AOTAutograd left inside."""
+    buffers = {
+        node.meta["role"].name: node
+        for node in joint.graph.find_nodes(op="placeholder")
+        if node.meta["role"].kind == "buffer"
+    }
+    roles = joint.graph.output_node().meta["roles"]
+    written = {role.name for role in roles if role.kind == "mutation"}
+    copies = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written |= {name for name, node in buffers.items() if any(c.args[0] is node for c in copies)}
+    values = {name: node.meta["val"] for name, node in buffers.items() if name in written}
+    return tuple(
+        StateSpec(BUFFER_STATE, name, tuple(v.shape), v.dtype, v.device)
+        for name, v in values.items()
+    )
+
+
+def annotate_backward(module: fx.GraphModule, joint: fx.GraphModule, forward_outputs: int) -> None:
+    """Write roles to the backward half of an annotated joint graph, and which buffers the forward writes."""
+    module.meta["written_buffers"] = _written_buffers(joint)
     for node in module.graph.find_nodes(op="placeholder"):
         kind = "tangent" if node.name.startswith(TANGENT_PREFIX) else "saved"
         node.meta["role"] = Role(kind, node.name)
-    module.graph.output_node().meta["roles"] = tuple(output_roles)
+    output_roles = joint.graph.output_node().meta["roles"]
+    module.graph.output_node().meta["roles"] = tuple(output_roles[forward_outputs:])
 
 
 def rename_state_input(node: fx.Node) -> None:

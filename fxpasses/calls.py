@@ -21,7 +21,7 @@ from fxpasses import aot
 from fxpasses.coverage import reduced
 from fxpasses.distributed import first_use
 from fxpasses.distributed.group import is_initialized, process_group
-from fxpasses.graph import StateSpec
+from fxpasses.graph import BUFFER_STATE, StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
 from fxpasses.runtimes import Runtime, owner_of, owns
 from fxpasses.state import STORE
@@ -36,6 +36,7 @@ class _Call:
 
     calls: Calls
     parameters: dict[str, torch.nn.Parameter]
+    buffers: dict[str, torch.Tensor]
     runtime: Runtime | None
     given: tuple[bool, ...]
 
@@ -68,7 +69,10 @@ class Calls:
             node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata, started)
             if node is not None:
                 parameters = {name: args[position] for position, name in self._parameters}
-                node.register_prehook(functools.partial(self._before_backward, parameters, owner))
+                buffers = {name: args[position] for position, name in self._buffers}
+                node.register_prehook(
+                    functools.partial(self._before_backward, parameters, buffers, owner)
+                )
             return outputs
 
         return run
@@ -120,6 +124,7 @@ class Calls:
     def _before_backward(
         self,
         parameters: dict[str, torch.nn.Parameter],
+        buffers: dict[str, torch.Tensor],
         runtime: Runtime | None,
         grad_outputs: Sequence[Any],
     ) -> None:
@@ -139,7 +144,7 @@ class Calls:
                 "compiled; call torch._dynamo.reset(), then compile again"
             )
         given = tuple(g is not None for g in grad_outputs)
-        _thread.call = _Call(self, parameters, runtime, given)
+        _thread.call = _Call(self, parameters, buffers, runtime, given)
 
     def _drop_unused(
         self, outputs: Sequence[Any], given: frozenset[int], states: list[torch.Tensor]
@@ -173,4 +178,6 @@ def _current_group(unit: Unit) -> Any:
 def _state(spec: StateSpec, call: _Call, flags: torch.Tensor) -> torch.Tensor:
     if spec.kind == PARTICIPATION:
         return flags.to(spec.device)
+    if spec.kind == BUFFER_STATE:
+        return call.buffers[spec.parameter].detach()
     return STORE.get(call.parameters[spec.parameter], spec)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxpasses.effects import is_effectful
 
 INPUT_KINDS = ("parameter", "buffer", "input", "saved", "tangent", "state")
+BUFFER_STATE = "buffer"  # kind of a state that is a module's buffer: held by the module, not by us
 OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
 
 
@@ -44,7 +46,7 @@ class StateSpec:
 
     Attributes:
         kind: what it is, the first part of its name (`"residual"`).
-        parameter: qualified name of the parameter it belongs to.
+        parameter: qualified name of the parameter (or, for `BUFFER_STATE`, of the buffer) it belongs to.
         shape, dtype, device: of the tensor; they need not be the parameter's.
         fill: initial value of each element.
     """
@@ -59,6 +61,9 @@ class StateSpec:
     @property
     def name(self) -> str:
         return f"{self.kind}/{self.parameter}"
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +105,11 @@ class TrainingGraph:
             if mode is not None:
                 return mode
         raise ValueError("the graph holds no fake tensor: trace it under a FakeTensorMode")
+
+    @property
+    def written_buffers(self) -> tuple[StateSpec, ...]:
+        """The buffers that the forward of this backward writes (`module.meta["written_buffers"]`)."""
+        return self.module.meta.get("written_buffers", ())
 
     def inputs(self, kind: str | None = None) -> list[tuple[fx.Node, Role]]:
         """Placeholders in order, of one kind if given."""

@@ -94,7 +94,7 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
     if world > 1 and not any("reduced" in p.provides for p in pipeline.passes):
         raise ValueError(
             f"option 'passes': {text!r} reduces no gradient, but there are {world} ranks; add "
-            "'participation,bucketing,gradient_sync'"
+            "'participation,running_stats,bucketing,gradient_sync'"
         )
     return pipeline
 
@@ -104,6 +104,7 @@ def _default(world: int) -> str:
         return ""
     lines = (
         "participation",  # looks at what each gradient depends on, so before buckets mix gradients
+        "running_stats",  # its broadcast is small: in front of all payloads
         "bucketing",  # before whatever puts gradients on a wire
         "gradient_sync",  # last: it fixes where collectives start and end
     )

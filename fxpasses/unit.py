@@ -94,8 +94,7 @@ class Unit:
             aot.annotate_joint(joint, forward_outputs, self.input_roles)
             self._run("joint", joint)
             forward, backward = split(joint, joint_inputs, **kwargs)
-            roles = joint.graph.output_node().meta["roles"][forward_outputs:]
-            aot.annotate_backward(backward, roles)
+            aot.annotate_backward(backward, joint, forward_outputs)
             self._transform_backward(backward)
         return forward, backward
 

@@ -13,6 +13,7 @@ from fxpasses.passes.base import Pass, Report
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.participation import Participation
+from fxpasses.passes.running_stats import RunningStats
 from fxpasses.pipeline import Done, Pipeline, build
 from fxpasses.registry import register_pass
 from tests.graphs import WORLD, Does, TwoHeads, checked, doubled
@@ -103,6 +104,7 @@ def test_several_ranks_get_the_whole_pipeline():
     pipeline = build(Hardening(bucket_mb=3, reduce="sum", reduce_dtype="bf16"), "0", WORLD, 1)
     assert pipeline.passes == (
         Participation(group="0"),
+        RunningStats(group="0"),
         Bucketing(mb=3),
         GradientSync(reduce="sum", dtype="bf16", group="0", world=WORLD),
     )
@@ -123,7 +125,9 @@ def test_options_in_the_pipeline_string_win_over_the_others():
 
 def test_the_spec_of_a_built_pipeline_makes_the_round_trip():
     pipeline = build(Hardening(), "0", WORLD, 0)
-    assert pipeline.spec == "participation,bucketing{mb=25.0},gradient_sync{reduce=mean}"
+    assert (
+        pipeline.spec == "participation,running_stats,bucketing{mb=25.0},gradient_sync{reduce=mean}"
+    )
     assert build(Hardening(passes=pipeline.spec), "0", WORLD, 0) == pipeline
 
 
@@ -131,7 +135,7 @@ def test_the_spec_of_a_built_pipeline_makes_the_round_trip():
 def test_gradients_left_unreduced_over_several_ranks_are_an_error(text):
     assert build_refused(passes=text) == (
         f"option 'passes': {text!r} reduces no gradient, but there are 4 ranks; "
-        "add 'participation,bucketing,gradient_sync'"
+        "add 'participation,running_stats,bucketing,gradient_sync'"
     )
 
 

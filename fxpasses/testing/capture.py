@@ -48,8 +48,7 @@ def capture(program: Callable[..., Any], *args: Any) -> Captured:
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             aot.annotate_joint(joint, kwargs["num_fwd_outputs"], roles)
             forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-            output_roles = joint.graph.output_node().meta["roles"][kwargs["num_fwd_outputs"] :]
-            aot.annotate_backward(backward, output_roles)
+            aot.annotate_backward(backward, joint, kwargs["num_fwd_outputs"])
             graphs = (TrainingGraph(copy.deepcopy(g)) for g in (joint, backward))
             found.append(Captured(*graphs))
             return forward, backward
