@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fxpasses import aot
-from fxpasses.coverage import reduced
+from fxpasses.coverage import Reduced, reduced
 from fxpasses.distributed import first_use
 from fxpasses.distributed.group import is_initialized, process_group
 from fxpasses.graph import BUFFER_STATE, StateSpec
@@ -31,13 +31,33 @@ _thread = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
+class _Binding:
+    """What a unit needs to know of the tensors that one module brings; one unit may serve several.
+
+    Attributes:
+        references: to the parameters and buffers, in the order of the unit's inputs.
+        runtime: of the parameters; None without any.
+        records: of the parameters whose gradients the backward reduces over several ranks.
+    """
+
+    references: list[weakref.ref[torch.Tensor]]
+    runtime: Runtime | None
+    records: list[Reduced]
+
+    def is_of(self, tensors: list[torch.Tensor]) -> bool:
+        if self.runtime is not None and not owns(self.runtime, tensors[0]):
+            return False
+        return all(r() is t for r, t in zip(self.references, tensors, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
 class _Call:
     """A backward that is about to run: of which forward, and which of its outputs got a gradient."""
 
     calls: Calls
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    runtime: Runtime | None
+    binding: _Binding
     given: tuple[bool, ...]
 
     def given_tangents(self) -> frozenset[int]:
@@ -54,8 +74,7 @@ class Calls:
         self._parameters = [(i, role.name) for i, role in places if role.kind == "parameter"]
         self._buffers = [(i, role.name) for i, role in places if role.kind == "buffer"]
         self._group = _current_group(unit)
-        self._records: list[Any] = []  # of the parameters that the backward reduces
-        self._bound: tuple[list[weakref.ref[torch.Tensor]], Runtime | None] = ([], None)
+        self._bindings: dict[tuple[int, ...], _Binding] = {}  # by ids of the tensors
 
     def forward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what Dynamo calls."""
@@ -63,7 +82,7 @@ class Calls:
         def run(*args: Any) -> Any:
             if not (self.unit.trains and torch.is_grad_enabled()):
                 return compiled(*args)
-            owner = self._bind(args)
+            binding = self._bind(args)
             started = aot.autograd_clock()
             outputs = compiled(*args)
             node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata, started)
@@ -71,7 +90,7 @@ class Calls:
                 parameters = {name: args[position] for position, name in self._parameters}
                 buffers = {name: args[position] for position, name in self._buffers}
                 node.register_prehook(
-                    functools.partial(self._before_backward, parameters, buffers, owner)
+                    functools.partial(self._before_backward, parameters, buffers, binding)
                 )
             return outputs
 
@@ -89,43 +108,41 @@ class Calls:
             states = [_state(spec, call, flags) for spec in self.unit.plan.states]
             args.extend(states)
             outputs = compiled(args)
-            if call.runtime is not None:
-                call.runtime.record_backward(self.unit.plan.collectives)
-            for record in self._records:
+            if call.binding.runtime is not None:
+                call.binding.runtime.record_backward(self.unit.plan.collectives)
+            for record in call.binding.records:
                 record.contributions += 1
             return self._drop_unused(outputs, given, states)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _bind(self, args: Sequence[Any]) -> Runtime | None:
-        """Find the runtime of the parameters of this call. On their first use they are made alike on all
-        ranks.
-        """
-        references, owner = self._bound
+    def _bind(self, args: Sequence[Any]) -> _Binding:
+        """What is known of the tensors of this call. On their first use they are made alike on all ranks."""
         tensors = [args[position] for position, _ in self._parameters + self._buffers]
-        same = len(references) == len(tensors) and (owner is None or owns(owner, tensors[0]))
-        if same and all(r() is t for r, t in zip(references, tensors, strict=True)):
-            return owner
+        key = tuple(map(id, tensors))
+        known = self._bindings.get(key)
+        if known is not None and known.is_of(tensors):
+            return known
         parameters = {name: args[position] for position, name in self._parameters}
         buffers = {name: args[position] for position, name in self._buffers}
-        if self.unit.group.size > 1:
+        several = self.unit.group.size > 1
+        if several:
             first_use.make_alike(self.unit.group, parameters | buffers)
-        if parameters:
-            owner = owner_of(parameters)
-            region = (self.unit.region, *map(id, parameters.values()))
-            owner.record_plan(region, self.unit.plan.collectives)
-        if self.unit.group.size > 1:
-            names = {name for c in self.unit.plan.collectives for name in c.parameters}
-            self._records = [reduced(p) for name, p in parameters.items() if name in names]
-        self._bound = ([weakref.ref(t) for t in tensors], owner)
-        return owner
+        plan = self.unit.plan.collectives
+        owner = owner_of(parameters) if parameters else None
+        if owner is not None:
+            owner.record_plan((self.unit.region, *map(id, parameters.values())), plan)
+        names = {name for collective in plan for name in collective.parameters if several}
+        records = [reduced(p) for name, p in parameters.items() if name in names]
+        self._bindings[key] = _Binding([weakref.ref(t) for t in tensors], owner, records)
+        return self._bindings[key]
 
     def _before_backward(
         self,
         parameters: dict[str, torch.nn.Parameter],
         buffers: dict[str, torch.Tensor],
-        runtime: Runtime | None,
+        binding: _Binding,
         grad_outputs: Sequence[Any],
     ) -> None:
         if torch.is_grad_enabled():
@@ -144,7 +161,7 @@ class Calls:
                 "compiled; call torch._dynamo.reset(), then compile again"
             )
         given = tuple(g is not None for g in grad_outputs)
-        _thread.call = _Call(self, parameters, buffers, runtime, given)
+        _thread.call = _Call(self, parameters, buffers, binding, given)
 
     def _drop_unused(
         self, outputs: Sequence[Any], given: frozenset[int], states: list[torch.Tensor]

@@ -20,13 +20,13 @@ from fxpasses.distributed.group import several_ranks
 
 
 @dataclasses.dataclass
-class _Reduced:
+class Reduced:
     """What is known of a parameter: contributions of compiled regions so far, by rank-wide reduction."""
 
     contributions: int = 0
 
 
-_reduced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → _Reduced
+_reduced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → Reduced
 # For each optimizer what its parameters' gradients were when it last stepped: the gradient, its version, and
 # the contributions to it.
 _Seen = tuple[weakref.ref[torch.Tensor], int, int]
@@ -41,9 +41,9 @@ _NOTHING_REDUCED = (
 )
 
 
-def reduced(parameter: torch.Tensor) -> _Reduced:
+def reduced(parameter: torch.Tensor) -> Reduced:
     """The record of a parameter whose gradients some compiled backward reduces over several ranks."""
-    return _reduced.setdefault(parameter, _Reduced())
+    return _reduced.setdefault(parameter, Reduced())
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

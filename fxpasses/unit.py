@@ -1,8 +1,6 @@
-"""One compiled region: what the passes did to it, and what its backward needs when it runs.
+"""One compiled region at compile time: its passes, and the plan that they leave for its backward.
 
-partition   joint graph ─▶ joint passes ─▶ forward + backward ─▶ backward passes ─▶ lowered backward
-forward     remembers the parameters of this call at the autograd node
-backward    state in ─▶ compiled backward ─▶ gradients, None where no loss took part
+joint graph ─▶ joint passes ─▶ partition ─▶ backward passes ─▶ state lowered to writes ─▶ compiler
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class BackwardPlan:
         states: state inputs in the order in which they follow the graph's own inputs.
         collectives: what it issues, in order.
         events: its order of collectives and heavy operators.
-        sets: the different sets of tangents that parameter gradients depend on.
+        sets: the different sets of tangents that gradients depend on.
         needs: for each output the set of tangents that it depends on; empty where it needs none.
     """
 

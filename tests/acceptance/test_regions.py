@@ -45,10 +45,14 @@ def chain_on_ranks(rank: int) -> list[torch.Tensor]:
     layers = [Layer() for _ in range(4)]
     for layer in layers:
         layer.compile(backend=BACKEND)
-    h = torch.full((2, 4), rank + 1.0)
-    for layer in layers:
-        h = layer(h)
-    h.sum().backward()
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        h = torch.full((2, 4), rank + 1.0)
+        for layer in layers:
+            h = layer(h)
+        h.sum().backward()
+        optimizer.step()  # every layer's gradient counts as reduced
     return [layer.linear.weight.grad for layer in layers]
 
 
