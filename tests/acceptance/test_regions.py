@@ -131,15 +131,16 @@ def own_collective(rank: int) -> tuple[float, int]:
     nn.init.ones_(model.weight)
 
     def program(x: torch.Tensor) -> torch.Tensor:
-        return functional.all_gather_tensor_autograd(model(x), 0, dist.group.WORLD).sum()
+        gathered = functional.all_gather_tensor_autograd(model(x), 0, dist.group.WORLD)
+        return gathered.square().sum()
 
     torch.compile(program, backend=BACKEND)(torch.ones(1, 1)).backward()
     return model.weight.grad.item(), len(fxpasses.runtime(model).plan)
 
 
 def test_a_program_may_communicate_in_its_own_backward():
-    # Each rank's output reaches both losses; then the mean over the ranks.
-    assert run_ranks(own_collective, 2) == [(2.0, 2)] * 2
+    # Each rank's output, 1, reaches both losses with derivative 2; then the mean over the ranks.
+    assert run_ranks(own_collective, 2) == [(4.0, 2)] * 2
 
 
 def group_made_anew(rank: int, folder: str) -> str:

@@ -113,6 +113,10 @@ def frozen_then_unfrozen(rank: int) -> list:
     return found
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 does not notice it: its aot_eager leaves the unfrozen parameter without a gradient too",
+)
 def test_freezing_and_unfreezing():
     assert run_ranks(frozen_then_unfrozen, 2) == [[[None, 1.5], [1.5, 1.5], [None, 1.5]]] * 2
 
