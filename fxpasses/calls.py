@@ -82,13 +82,13 @@ class Calls:
         def run(*args: Any) -> Any:
             if not (self.unit.trains and torch.is_grad_enabled()):
                 return compiled(*args)
-            binding = self._bind(args)
+            parameters = {name: args[position] for position, name in self._parameters}
+            buffers = {name: args[position] for position, name in self._buffers}
+            binding = self._bind(parameters, buffers)
             started = aot.autograd_clock()
             outputs = compiled(*args)
             node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata, started)
             if node is not None:
-                parameters = {name: args[position] for position, name in self._parameters}
-                buffers = {name: args[position] for position, name in self._buffers}
                 node.register_prehook(
                     functools.partial(self._before_backward, parameters, buffers, binding)
                 )
@@ -117,15 +117,15 @@ class Calls:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _bind(self, args: Sequence[Any]) -> _Binding:
+    def _bind(
+        self, parameters: dict[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor]
+    ) -> _Binding:
         """What is known of the tensors of this call. On their first use they are made alike on all ranks."""
-        tensors = [args[position] for position, _ in self._parameters + self._buffers]
+        tensors = [*parameters.values(), *buffers.values()]
         key = tuple(map(id, tensors))
         known = self._bindings.get(key)
         if known is not None and known.is_of(tensors):
             return known
-        parameters = {name: args[position] for position, name in self._parameters}
-        buffers = {name: args[position] for position, name in self._buffers}
         several = self.unit.group.size > 1
         if several:
             first_use.make_alike(self.unit.group, parameters | buffers)

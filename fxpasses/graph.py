@@ -111,6 +111,11 @@ class TrainingGraph:
         """The buffers that the forward of this backward writes (`module.meta["written_buffers"]`)."""
         return self.module.meta.get("written_buffers", ())
 
+    @property
+    def first_call(self) -> fx.Node:
+        """The first node behind the inputs: code inserted before it runs before all else."""
+        return next(n for n in self.graph.nodes if n.op != "placeholder")
+
     def inputs(self, kind: str | None = None) -> list[tuple[fx.Node, Role]]:
         """Placeholders in order, of one kind if given."""
         nodes = self.graph.find_nodes(op="placeholder")

@@ -133,6 +133,7 @@ def test_asking_through_a_function_keeps_state_dicts_loadable():
     saved = found.state_dict()
     runtime(lambda x: model(x))
     found.load_state_dict(saved)
+    assert set(found.state_dict()["state"]) == set(saved["state"]) != set()
 
 
 def test_compiling_a_submodule_changes_no_name():

@@ -55,13 +55,11 @@ class Bucketing(Pass):
     def run(self, graph: TrainingGraph) -> Report:
         assert self.mb is not None
         groups = assign(graph, self.mb * 2**20)
-        order = graph.positions()
-        lasts = [max((g.node for g in group), key=order.__getitem__) for group in groups]
         # Chosen before anything is inserted, so that buckets with one last gradient stand in order.
-        places = [_behind(last) for last in lasts]
+        places = [_behind(group[-1].node) for group in groups]
         flats = [
-            _flat(graph, index, group, last, place)
-            for index, (group, last, place) in enumerate(zip(groups, lasts, places, strict=True))
+            _flat(graph, index, group, place)
+            for index, (group, place) in enumerate(zip(groups, places, strict=True))
         ]
         views: dict[int, fx.Node] = {}
         for group, flat in zip(groups, flats, strict=True):
@@ -74,7 +72,9 @@ class Bucketing(Pass):
 
 
 def assign(graph: TrainingGraph, bucket_bytes: float) -> list[list[Gradient]]:
-    """Gradients by bucket. A bucket closes once it holds `bucket_bytes`; one dtype and device a bucket."""
+    """Gradients by bucket, in the order in which the graph makes them. A bucket closes once it holds
+    `bucket_bytes`; one dtype and device a bucket.
+    """
     order = graph.positions()
     gradients = sorted(graph.gradients(), key=lambda g: (order[g.node], g.index))
     open_groups: dict[tuple[torch.dtype, torch.device], list[Gradient]] = {}
@@ -99,10 +99,9 @@ def assign(graph: TrainingGraph, bucket_bytes: float) -> list[list[Gradient]]:
     return sorted(groups, key=lambda group: order[group[-1].node])
 
 
-def _flat(
-    graph: TrainingGraph, index: int, group: list[Gradient], last: fx.Node, before: fx.Node
-) -> fx.Node:
+def _flat(graph: TrainingGraph, index: int, group: list[Gradient], before: fx.Node) -> fx.Node:
     """Write the flat tensor of one bucket."""
+    last = group[-1].node
     parameters = tuple(g.parameter for g in group)
     permutations = _permutations(group)
     flat = splice(

@@ -42,7 +42,7 @@ class Participation(Pass):
         spec = StateSpec(STATE_KIND, "", (len(sets),), torch.float32, device)
         launch = splice(
             graph,
-            next(n for n in graph.graph.nodes if n.op != "placeholder"),
+            graph.first_call,
             lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", self.group),
             graph.add_state(spec),
             name="participation",

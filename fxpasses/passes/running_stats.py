@@ -38,7 +38,7 @@ class RunningStats(Pass):
     def run(self, graph: TrainingGraph) -> Report:
         specs = [s for s in graph.written_buffers if s.dtype.is_floating_point]
         groups = [list(g) for _, g in itertools.groupby(sorted(specs, key=_form), key=_form)]
-        first = next(n for n in graph.graph.nodes if n.op != "placeholder")
+        first = graph.first_call
         for index, group in enumerate(groups):
             self._broadcast(graph, index, group, first)
         return Report(bool(groups), {"broadcasts": len(groups), "buffers": len(specs)})
