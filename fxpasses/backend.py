@@ -11,7 +11,7 @@ from fxpasses import pipeline
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import refuse_wrapper, resolve
 from fxpasses.dynamo import (
-    input_roles,
+    describe_inputs,
     own_settings,
     refuse_unsupported,
     user_errors_visible,
@@ -74,4 +74,5 @@ def _unit(
     group = resolve(hardening.process_group)
     refuse_unsupported(gm, example_inputs, group.size)
     passes = pipeline.build(hardening, group.name, group.size, group.rank)
-    return Unit(hardening, group, passes, input_roles(gm, example_inputs), decompositions)
+    scope, roles = describe_inputs(gm, example_inputs)
+    return Unit(hardening, group, passes, scope, roles, decompositions)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Source
 
 from fxpasses.graph import Role
+from fxpasses.scope import Scope, scope_of
 
 
 class VisibleValueError(ShortenTraceback, ValueError):
@@ -65,20 +70,71 @@ def refuse_unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any], world:
         )
 
 
-def input_roles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Role]:
-    """The role of each input of a Dynamo graph: parameters and buffers by qualified name."""
+def describe_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Scope, list[Role]]:
+    """What the code that Dynamo is compiling can reach, and the role of each input of its graph.
+
+    Called by a backend, while Dynamo compiles.
+    """
+    frame = InstructionTranslator.current_tx().output.root_tx
+    code = frame.f_code
+    variables = {k: v for k, v in frame.f_locals.items() if not k.startswith("___")}
+    variables |= {k: frame.f_globals[k] for k in code.co_names if k in frame.f_globals}
+    reader = _SourceReader({"L": frame.f_locals, "G": frame.f_globals})
     placeholders = gm.graph.find_nodes(op="placeholder")
-    paths = [_source_path(node) for node in placeholders]
-    kinds = [
-        _kind(node, example) for node, example in zip(placeholders, example_inputs, strict=True)
-    ]
-    named = [path for path, kind in zip(paths, kinds, strict=True) if kind != "input"]
-    # The root is a name in the user's frame (`self`, `model`); it says nothing where all share it.
-    skip = 1 if len({path[:1] for path in named}) == 1 and all(len(p) > 1 for p in named) else 0
+    for node in placeholders:
+        variables |= reader.module_behind(node)
+    label = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    scope = scope_of(label, variables)
+    named = {node: scope.names.get(id(reader.value(node))) for node in placeholders}
+    return scope, input_roles(gm, example_inputs, {n: name for n, name in named.items() if name})
+
+
+class _SourceReader:
+    """What stands behind the inputs of a Dynamo graph while it is compiled."""
+
+    def __init__(self, variables: Mapping[str, Any]) -> None:
+        self._variables = dict(variables)
+        self._values: weakref.WeakKeyDictionary[Source, Any] = weakref.WeakKeyDictionary()
+
+    def value(self, node: fx.Node) -> Any:
+        return self._read(getattr(node, "_dynamo_source", None))
+
+    def module_behind(self, node: fx.Node) -> dict[str, torch.nn.Module]:
+        """The outermost module on the way to an input (`trainer.model` of `trainer.model.head.weight`), by
+        its path; empty where there is none.
+        """
+        source = getattr(node, "_dynamo_source", None)
+        found: dict[str, torch.nn.Module] = {}
+        while source is not None:
+            value = self._read(source)
+            if isinstance(value, torch.nn.Module):
+                found = {".".join(_path(source)): value}
+            source = getattr(source, "base", None)
+        return found
+
+    def _read(self, source: Source | None) -> Any:
+        """None for what the code itself makes."""
+        try:
+            return source and source.get_value(self._variables, {}, self._values)
+        except (NotImplementedError, NameError, LookupError, AttributeError, TypeError):
+            return None
+
+
+def input_roles(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], known: Mapping[fx.Node, str] | None = None
+) -> list[Role]:
+    """The role of each input of a Dynamo graph.
+
+    Args:
+        known: names of parameters and buffers; others are named after the variables that hold them.
+    """
+    known = known or {}
     roles: list[Role] = []
     taken: set[str] = set()
-    for node, kind, path in zip(placeholders, kinds, paths, strict=True):
-        name = node.name if kind == "input" else ".".join(path[skip:]) or node.name
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        kind = _kind(node, example)
+        path = ".".join(_path(getattr(node, "_dynamo_source", None)))
+        name = known.get(node) or (path if kind != "input" else "") or node.name
         while name in taken:
             name += "'"
         taken.add(name)
@@ -89,18 +145,18 @@ def input_roles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Role]
 def _kind(node: fx.Node, example: Any) -> str:
     if isinstance(example, torch.nn.Parameter):
         return "parameter"
-    return "buffer" if "_buffers[" in _source_name(node) else "input"
-
-
-def _source_name(node: fx.Node) -> str:
     source = getattr(node, "_dynamo_source", None)
+    return "buffer" if "_buffers[" in _text(source) else "input"
+
+
+def _text(source: Any) -> str:
     name = getattr(source, "name", "")
     return name() if callable(name) else name
 
 
-def _source_path(node: fx.Node) -> tuple[str, ...]:
+def _path(source: Any) -> tuple[str, ...]:
     """`L['self']._modules['a']._parameters['weight']` → `("self", "a", "weight")`."""
-    source = re.sub(r"\.__closure__\[\d+\]\.cell_contents|\.__self__", "", _source_name(node))
-    groups = re.findall(r"\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]|\.(\w+)", source)
+    text = re.sub(r"\.__closure__\[\d+\]\.cell_contents|\.__self__", "", _text(source))
+    groups = re.findall(r"\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]|\.(\w+)", text)
     parts = [next(filter(None, group)) for group in groups]
     return tuple(p for p in parts if p not in ("_modules", "_parameters", "_buffers", "_orig_mod"))

@@ -57,6 +57,14 @@ class Pipeline:
             graph.recompile()
         return done
 
+    def local(self) -> Pipeline:
+        """What runs in a backward that does not synchronise."""
+        return Pipeline(tuple(p for p in self.passes if p.local))
+
+    def bind(self, **environment: Any) -> Pipeline:
+        """The passes with fields that come from the environment filled in."""
+        return Pipeline(tuple(p.bind(environment) for p in self.passes))
+
     @property
     def spec(self) -> str:
         """The pipeline string."""
@@ -84,7 +92,7 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
     text = _default(world) if hardening.passes is None else hardening.passes
     options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
     environment: dict[str, Any] = {**options, "group": group, "world": world, "rank": rank}
-    pipeline = Pipeline(tuple(p.bind(environment) for p in parse_pipeline(text)))
+    pipeline = Pipeline(parse_pipeline(text)).bind(**environment)
     needs_group = next((p.name for p in pipeline.passes if p.communicates), None)
     if group is None and needs_group is not None:
         raise ValueError(

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from fxpasses.config import nearest
+from fxpasses.config import Hardening, nearest
 from fxpasses.passes.base import FROM_GROUP, STAGES, Pass
 
 ENTRY_POINT_GROUP = "fxpasses.passes"
@@ -86,6 +86,13 @@ def _check_contract(cls: type[Pass]) -> None:
         raise ValueError(f"pass {cls.__qualname__}: `name` must be a lower-case identifier")
     if getattr(cls, "stage", None) not in STAGES:
         raise ValueError(f"pass {cls.name!r}: `stage` must be one of {', '.join(STAGES)}")
+    known = {*FROM_GROUP, *(field.name for field in dataclasses.fields(Hardening))}
+    for field in dataclasses.fields(cls):
+        key = field.metadata.get("environment")
+        if key is not None and key not in known:
+            raise ValueError(
+                f"pass {cls.name!r}: field {field.name!r} comes from {key!r}{nearest(key, known)}"
+            )
     if not cls.preserves_numerics and cls.error_bound is Pass.error_bound:
         raise ValueError(f"pass {cls.name!r} changes numerics: define `error_bound`")
 

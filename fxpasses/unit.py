@@ -26,6 +26,7 @@ from fxpasses.pipeline import Observer, Pipeline
 from fxpasses.rewrite import Provenance, model_line
 from fxpasses.runtimes import PlannedCollective
 from fxpasses.schedule.order import Event, events_of
+from fxpasses.scope import Scope
 
 _ids = itertools.count()
 
@@ -57,6 +58,7 @@ class Unit:
         hardening: Hardening,
         group: Group,
         pipeline: Pipeline,
+        scope: Scope,
         input_roles: Sequence[Role],
         decompositions: dict[Any, Callable[..., Any]],
     ) -> None:
@@ -65,6 +67,7 @@ class Unit:
         self.hardening = hardening
         self.group = group
         self.pipeline = pipeline
+        self.scope = scope
         self.input_roles = tuple(input_roles)
         self.decompositions = decompositions
         self.plan = BackwardPlan((), (), (), (), ())

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fxpasses.dynamo import VisibleValueError, input_roles, own_settings, user_errors_visible
+from fxpasses.dynamo import (
+    VisibleValueError,
+    describe_inputs,
+    input_roles,
+    own_settings,
+    user_errors_visible,
+)
 from fxpasses.graph import Role
 from tests.graphs import TwoHeads, mlp
 
@@ -19,7 +25,7 @@ def roles_of(program: Callable[..., Any], *args: Any) -> list[Role]:
     found: list[list[Role]] = []
 
     def backend(gm, example_inputs):
-        found.append(input_roles(gm, example_inputs))
+        found.append(describe_inputs(gm, example_inputs)[1])
         return gm.forward
 
     torch.compile(program, backend=backend, fullgraph=True)(*args)
@@ -117,7 +123,8 @@ def test_a_bare_parameter_beside_a_module_leaves_the_root():
 
 def test_modules_in_a_list():
     models = [nn.Linear(2, 2, bias=False) for _ in range(2)]
-    assert names_of(lambda x: models[1](models[0](x)), torch.ones(1, 2)) == ["0.weight", "1.weight"]
+    found = names_of(lambda x: models[1](models[0](x)), torch.ones(1, 2))
+    assert found == ["models.0.weight", "models.1.weight"]
 
 
 def test_a_tensor_that_requires_grad_is_no_parameter():
@@ -134,7 +141,7 @@ def test_a_graph_of_part_of_the_model_has_the_same_names():
     found: list[str] = []
 
     def backend(gm, example_inputs):
-        roles = input_roles(gm, example_inputs)
+        _, roles = describe_inputs(gm, example_inputs)
         found.extend(role.name for role in roles if role.kind == "parameter")
         return gm.forward
 
@@ -153,14 +160,14 @@ def test_names_are_unique_whatever_the_sources():
     values = [nn.Parameter(torch.ones(1)) for _ in range(3)]
     for node in gm.graph.find_nodes(op="placeholder"):
         node._dynamo_source = type("Source", (), {"name": "L['m']._parameters['w']"})()
-    assert [role.name for role in input_roles(gm, values)] == ["w", "w'", "w''"]
+    assert [role.name for role in input_roles(gm, values)] == ["m.w", "m.w'", "m.w''"]
 
 
 def test_a_source_whose_name_is_a_method_is_read_as_well():
     gm = torch.fx.symbolic_trace(lambda a: a + 1)
     (node,) = gm.graph.find_nodes(op="placeholder")
     node._dynamo_source = type("Source", (), {"name": lambda self: "L['self']._buffers['b']"})()
-    assert input_roles(gm, [torch.ones(1)]) == [Role("buffer", "b")]
+    assert input_roles(gm, [torch.ones(1)]) == [Role("buffer", "self.b")]
 
 
 def test_without_sources_nodes_give_the_names():

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Self
 from fxpasses.graph import TrainingGraph
 
 STAGES = ("joint", "backward")
-FROM_GROUP = ("group", "world", "rank")  # what the process group decides, not the user
+# What the process group decides, not the user. `layout`: names of all parameters that take part on some rank, in
+# the order in which every rank sends them; None where the ranks' graphs agree by themselves.
+FROM_GROUP = ("group", "world", "rank", "layout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Report:
 
 def from_environment(key: str) -> Any:
     """A field that, left at None, takes its value from the backend's options (`reduce`, `bucket_mb`, …) or
-    from the process group (`group`, `world`, `rank`) when the pipeline is put together.
+    from the process group (`group`, `world`, `rank`, `layout`) when the pipeline is put together.
     """
     return dataclasses.field(default=None, metadata={"environment": key})
 
@@ -42,6 +44,8 @@ class Pass:
         requires: what earlier passes must have provided.
         provides: what holds afterwards.
         conflicts: passes that can't stand in the same pipeline.
+        local: whether the pass also runs in a backward that does not synchronise (`no_sync`, micro-batches
+            but the last). Most don't: they deal with what is about to be reduced.
         preserves_numerics: whether results stay bitwise the same. If not, `error_bound` states the bound.
     """
 
@@ -50,6 +54,7 @@ class Pass:
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
+    local: ClassVar[bool] = False
     preserves_numerics: ClassVar[bool] = True
 
     def run(self, graph: TrainingGraph) -> Report:
@@ -62,11 +67,12 @@ class Pass:
         return "bitwise"
 
     def bind(self, environment: Mapping[str, Any]) -> Self:
-        """This pass with the fields that come from the environment filled in."""
+        """This pass with the fields that come from the environment filled in, as far as it has them."""
         found = {
             field.name: environment[field.metadata["environment"]]
             for field in dataclasses.fields(self)
-            if "environment" in field.metadata and getattr(self, field.name) is None
+            if field.metadata.get("environment") in environment
+            and getattr(self, field.name) is None
         }
         return dataclasses.replace(self, **found)
 

@@ -15,6 +15,7 @@ After DDP's reducer (Li et al., VLDB 2020, "PyTorch Distributed"), without its h
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import ClassVar
 
@@ -38,9 +39,12 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Bucketing(Pass):
-    """Options: `mb`, the target size of a bucket in MiB of gradient."""
+    """Options: `mb`, the target size of a bucket in MiB of gradient. Environment: `layout`, the order of
+    parameters that the ranks agreed on, where their graphs differ.
+    """
 
     mb: float | None = from_environment("bucket_mb")
+    layout: tuple[str, ...] | None = from_environment("layout")
 
     name: ClassVar[str] = "bucketing"
     stage: ClassVar[str] = "backward"
@@ -54,29 +58,83 @@ class Bucketing(Pass):
 
     def run(self, graph: TrainingGraph) -> Report:
         assert self.mb is not None
-        groups = assign(graph, self.mb * 2**20)
+        groups = assign(graph, self.mb * 2**20, self.layout)
         # Chosen before anything is inserted, so that buckets with one last gradient stand in order.
-        places = [_behind(group[-1].node) for group in groups]
+        places = [_behind(node) for node in _last_gradients(graph, groups)]
         flats = [
-            _flat(graph, index, group, place)
+            self._flat(graph, index, group, place)
             for index, (group, place) in enumerate(zip(groups, places, strict=True))
         ]
         views: dict[int, fx.Node] = {}
         for group, flat in zip(groups, flats, strict=True):
-            views.update(_views(graph, group, flat))
+            views.update(self._views(graph, group, flat))
         graph.set_outputs(views)
         return Report(
             changed=bool(groups),
             counts={"buckets": len(groups), "gradients": sum(map(len, groups))},
         )
 
+    def _flat(
+        self, graph: TrainingGraph, index: int, group: list[Gradient], before: fx.Node
+    ) -> fx.Node:
+        """Write the flat tensor of one bucket."""
+        last = group[-1].node
+        parameters = tuple(g.parameter for g in group)
+        permutations = self._permutations(group)
+        flat = splice(
+            graph,
+            before,
+            lambda grads: torch.cat(
+                [_flatten(x, p) for x, p in zip(grads, permutations, strict=True)]
+            ),
+            [g.node for g in group],
+            name=f"bucket{index}",
+            provenance=Provenance("bucketing", "flatten", last.name, model_line(last), parameters),
+        )
+        numels = tuple(g.node.meta["val"].numel() for g in group)
+        flat.meta["bucket"] = Bucket(index, parameters, numels, model_line(last))
+        return flat
 
-def assign(graph: TrainingGraph, bucket_bytes: float) -> list[list[Gradient]]:
-    """Gradients by bucket, in the order in which the graph makes them. A bucket closes once it holds
-    `bucket_bytes`; one dtype and device a bucket.
+    def _views(
+        self, graph: TrainingGraph, group: list[Gradient], flat: fx.Node
+    ) -> dict[int, fx.Node]:
+        """Write the views of one bucket; returns what becomes each output of its gradients."""
+        bucket: Bucket = flat.meta["bucket"]
+        shapes = [tuple(g.node.meta["val"].shape) for g in group]
+        permutations = self._permutations(group)
+        views = splice(
+            graph,
+            graph.output_node,
+            lambda x: [
+                _unflatten(part, shape, p)
+                for part, shape, p in zip(x.split(bucket.numels), shapes, permutations, strict=True)
+            ],
+            flat,
+            name=f"bucket{bucket.index}",
+            provenance=dataclasses.replace(flat.meta["provenance"], rule="unflatten"),
+        )
+        return {gradient.index: view for gradient, view in zip(group, views, strict=True)}
+
+    def _permutations(self, group: list[Gradient]) -> list[tuple[int, ...]]:
+        """Without a common layout, the physical order of each gradient: it then flattens without a copy."""
+        if self.layout is not None:
+            return [tuple(range(g.node.meta["val"].dim())) for g in group]
+        return [_physical_order(g.node.meta["val"]) for g in group]
+
+
+def assign(
+    graph: TrainingGraph, bucket_bytes: float, layout: tuple[str, ...] | None = None
+) -> list[list[Gradient]]:
+    """Gradients by bucket. A bucket closes once it holds `bucket_bytes`; one dtype and device a bucket.
+
+    Args:
+        layout: parameters in the order to go by; None is the order in which the graph makes gradients.
     """
-    order = graph.positions()
-    gradients = sorted(graph.gradients(), key=lambda g: (order[g.node], g.index))
+    positions = graph.positions()
+    order = {g.index: (positions[g.node], g.index) for g in graph.gradients()}
+    if layout is not None:
+        order = {g.index: (layout.index(g.parameter), 0) for g in graph.gradients()}
+    gradients = sorted(graph.gradients(), key=lambda g: order[g.index])
     open_groups: dict[tuple[torch.dtype, torch.device], list[Gradient]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     groups: list[list[Gradient]] = []
@@ -96,48 +154,14 @@ def assign(graph: TrainingGraph, bucket_bytes: float) -> list[list[Gradient]]:
             groups.append(open_groups.pop(key))
             del filled[key]
     groups += open_groups.values()
-    return sorted(groups, key=lambda group: order[group[-1].node])
+    return sorted(groups, key=lambda group: order[group[-1].index])
 
 
-def _flat(graph: TrainingGraph, index: int, group: list[Gradient], before: fx.Node) -> fx.Node:
-    """Write the flat tensor of one bucket."""
-    last = group[-1].node
-    parameters = tuple(g.parameter for g in group)
-    permutations = _permutations(group)
-    flat = splice(
-        graph,
-        before,
-        lambda grads: torch.cat([_flatten(x, p) for x, p in zip(grads, permutations, strict=True)]),
-        [g.node for g in group],
-        name=f"bucket{index}",
-        provenance=Provenance("bucketing", "flatten", last.name, model_line(last), parameters),
-    )
-    numels = tuple(g.node.meta["val"].numel() for g in group)
-    flat.meta["bucket"] = Bucket(index, parameters, numels, model_line(last))
-    return flat
-
-
-def _views(graph: TrainingGraph, group: list[Gradient], flat: fx.Node) -> dict[int, fx.Node]:
-    """Write the views of one bucket; returns what becomes each output of its gradients."""
-    bucket: Bucket = flat.meta["bucket"]
-    shapes = [tuple(g.node.meta["val"].shape) for g in group]
-    permutations = _permutations(group)
-    views = splice(
-        graph,
-        graph.output_node,
-        lambda x: [
-            _unflatten(part, shape, p)
-            for part, shape, p in zip(x.split(bucket.numels), shapes, permutations, strict=True)
-        ],
-        flat,
-        name=f"bucket{bucket.index}",
-        provenance=dataclasses.replace(flat.meta["provenance"], rule="unflatten"),
-    )
-    return {gradient.index: view for gradient, view in zip(group, views, strict=True)}
-
-
-def _permutations(group: list[Gradient]) -> list[tuple[int, ...]]:
-    return [_physical_order(g.node.meta["val"]) for g in group]
+def _last_gradients(graph: TrainingGraph, groups: list[list[Gradient]]) -> list[fx.Node]:
+    """For each bucket the node behind which it is full, and so are all buckets before it."""
+    positions = graph.positions()
+    lasts = (max((g.node for g in group), key=positions.__getitem__) for group in groups)
+    return list(itertools.accumulate(lasts, lambda a, b: max(a, b, key=positions.__getitem__)))
 
 
 def _behind(node: fx.Node) -> fx.Node:

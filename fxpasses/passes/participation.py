@@ -7,6 +7,8 @@ knows which tangents were given; over several ranks a gradient is `None` only if
 Before: a graph whose gradients depend on different tangents. After: one more state input, a float per set
 of tangents, summed over the ranks by the first collective of the graph. A graph whose gradients all depend
 on the same tangents is left alone, since its backward runs only if those exist.
+
+Where the ranks' graphs differ (`layout`), tangents can't be compared; then it is a float per parameter.
 """
 
 from __future__ import annotations
@@ -26,20 +28,23 @@ STATE_KIND = "participation"
 
 @dataclasses.dataclass(frozen=True)
 class Participation(Pass):
-    """Environment: `group`, the registered name of the process group."""
+    """Environment: `group`, the registered name of the process group; `layout`, parameters in the order that
+    the ranks agreed on, where their graphs differ.
+    """
 
     group: str | None = from_environment("group")
+    layout: tuple[str, ...] | None = from_environment("layout")
 
     name: ClassVar[str] = "participation"
     stage: ClassVar[str] = "backward"
     provides: ClassVar[frozenset[str]] = frozenset({"participation"})
 
     def run(self, graph: TrainingGraph) -> Report:
-        sets = tangent_sets(graph)
-        if len(sets) < 2:
+        flags = len(tangent_sets(graph) if self.layout is None else self.layout)
+        if flags < 2 and self.layout is None:
             return Report(changed=False)
         device = graph.inputs("tangent")[0][0].meta["val"].device
-        spec = StateSpec(STATE_KIND, "", (len(sets),), torch.float32, device)
+        spec = StateSpec(STATE_KIND, "", (flags,), torch.float32, device)
         launch = splice(
             graph,
             graph.first_call,
@@ -57,7 +62,7 @@ class Participation(Pass):
             provenance=Provenance(self.name, "finish"),
         )
         graph.write_state(spec.name, total)
-        return Report(changed=True, counts={"sets": len(sets)})
+        return Report(changed=True, counts={"flags": flags})
 
 
 def tangent_sets(graph: TrainingGraph) -> list[frozenset[int]]:

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from fxpasses import aot
-from fxpasses.dynamo import input_roles
+from fxpasses.dynamo import describe_inputs
 from fxpasses.graph import TrainingGraph
 
 _count = itertools.count()
@@ -43,7 +43,7 @@ def capture(program: Callable[..., Any], *args: Any) -> Captured:
     found: list[Captured] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        roles = input_roles(gm, example_inputs)
+        _, roles = describe_inputs(gm, example_inputs)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             aot.annotate_joint(joint, kwargs["num_fwd_outputs"], roles)

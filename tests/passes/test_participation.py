@@ -45,7 +45,7 @@ def unchanged(graph: TrainingGraph, group: str) -> bool:
 
 def test_gradients_of_different_tangents_get_a_state_of_one_float_a_set(fake_world):
     graph = two_heads()
-    assert participated(graph, fake_world) == Report(True, {"sets": 2})
+    assert participated(graph, fake_world) == Report(True, {"flags": 2})
     ((state, role),) = graph.inputs("state")
     assert role == Role("state", STATE)
     assert state.meta["state"] == StateSpec(
