@@ -32,27 +32,28 @@ class Testbed:
 
     Args:
         ranks: number of ranks, at most 200.
-        rate: rate of each rank's link, as `tc` writes it (`"1gbit"`, `"100mbit"`).
+        rate: rate of each rank's link, as `tc` writes it (`"1gbit"`, `"100mbit"`); None: no links, the ranks
+            share the loopback.
         delay: one-way delay added to each link (`"200us"`); None adds none.
     """
 
-    def __init__(self, ranks: int, rate: str = "1gbit", delay: str | None = None) -> None:
+    def __init__(self, ranks: int, rate: str | None = "1gbit", delay: str | None = None) -> None:
         self.ranks, self.rate, self.delay = ranks, rate, delay
-        self.isolated = os.geteuid() == 0 and shutil.which("ip") is not None
+        self.isolated = rate is not None and os.geteuid() == 0 and shutil.which("ip") is not None
         self._tag = f"fx{os.getpid()}"
         self._processes: list[subprocess.Popen[str]] = []
         self._previous_handler: object = None
 
     def __enter__(self) -> Testbed:
-        if not self.isolated:
+        if self.rate is not None and not self.isolated:
             print("testbed: no root or no iproute2; ranks share the loopback", file=sys.stderr)
-            return self
         self._previous_handler = signal.signal(signal.SIGTERM, _exit_on_signal)
-        try:
-            self._build()
-        except BaseException:
-            self._remove()
-            raise
+        if self.isolated:
+            try:
+                self._build()
+            except BaseException:
+                self._remove()
+                raise
         return self
 
     def __exit__(
@@ -64,7 +65,7 @@ class Testbed:
         self._stop_processes()
         if self.isolated:
             self._remove()
-            signal.signal(signal.SIGTERM, self._previous_handler)  # type: ignore[arg-type]
+        signal.signal(signal.SIGTERM, self._previous_handler)  # type: ignore[arg-type]
 
     def run(
         self, command: Sequence[str], timeout_s: float, env: dict[str, str] | None = None
@@ -142,8 +143,7 @@ class Testbed:
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
         }
-        if self.isolated:
-            found["GLOO_SOCKET_IFNAME"] = DEVICE
+        found["GLOO_SOCKET_IFNAME"] = DEVICE if self.isolated else _loopback()
         return found
 
     def _build(self) -> None:
@@ -165,6 +165,7 @@ class Testbed:
             self._shape(switch, port)
 
     def _shape(self, namespace: str, device: str) -> None:
+        assert self.rate is not None, "without a rate there are no links"
         tc = ["tc", "-n", namespace, "qdisc", "add", "dev", device]
         limit = ["tbf", "rate", self.rate, "burst", "256kb", "latency", "50ms"]
         if self.delay is None:
@@ -191,6 +192,10 @@ def _call(command: Sequence[str]) -> str:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _free_port() -> int:

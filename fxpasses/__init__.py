@@ -16,6 +16,7 @@ _HOME = {
     "Report": "fxpasses.passes.base",
     "Role": "fxpasses.graph",
     "TrainingGraph": "fxpasses.graph",
+    "join": "fxpasses.distributed.join",
     "register_pass": "fxpasses.registry",
     "runtime": "fxpasses.runtimes",
     "splice": "fxpasses.rewrite",
@@ -24,6 +25,7 @@ __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from fxpasses.config import Hardening as Hardening
+    from fxpasses.distributed.join import join as join
     from fxpasses.graph import Role as Role
     from fxpasses.graph import TrainingGraph as TrainingGraph
     from fxpasses.passes.base import Pass as Pass

@@ -143,6 +143,11 @@ def forward_metadata() -> Any:
     return None if context is None else context.fw_metadata
 
 
+def backward_id() -> int:
+    """Identity of the call of `backward()` that is running."""
+    return torch._C._current_graph_task_id()
+
+
 def autograd_clock() -> int:
     """A number that autograd nodes made from now on, in this thread, don't fall short of."""
     return torch.autograd._get_sequence_nr()

@@ -16,9 +16,11 @@ from fxpasses.dynamo import (
     refuse_unsupported,
     user_errors_visible,
 )
+from fxpasses.runtimes import watch_optimizers
 from fxpasses.unit import Unit
 
 own_settings()
+watch_optimizers()
 
 
 def hardened(

@@ -1,9 +1,9 @@
 """One compiled region at run time: what happens around its forward and its backward.
 
     forward     on first use, rank 0's values; remembers, at the autograd node, whose parameters these are
-    backward    state in ─▶ compiled backward ─▶ gradients, None where no loss took part
+    backward    how to communicate ─▶ state in ─▶ that variant ─▶ gradients, None where no loss took part
 
-But for the first use, nothing here communicates: collectives are nodes of the compiled graph.
+Apart from first use and agreement nothing communicates here: collectives are nodes of the compiled graph.
 """
 
 from __future__ import annotations
@@ -11,43 +11,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fxpasses import aot
-from fxpasses.coverage import Reduced, reduced
-from fxpasses.distributed import first_use
+from fxpasses import accumulation, aot
+from fxpasses.binding import Binding, bind
+from fxpasses.coverage import reduced
 from fxpasses.distributed.group import is_initialized, process_group
-from fxpasses.graph import BUFFER_STATE, StateSpec
+from fxpasses.graph import BUFFER_STATE, PENDING_STATE, StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
-from fxpasses.runtimes import Runtime, owner_of, owns
 from fxpasses.state import STORE
-from fxpasses.unit import Unit
+from fxpasses.synchronise import Way, choose
+from fxpasses.unit import Backward, Unit
+from fxpasses.variants import LOCAL, Variant
 
+Compiled = Callable[[list[Any]], Any]
 _thread = threading.local()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Binding:
-    """What a unit needs to know of the tensors that one module brings; one unit may serve several.
-
-    Attributes:
-        references: to the parameters and buffers, in the order of the unit's inputs.
-        runtime: of the parameters; None without any.
-        records: of the parameters whose gradients the backward reduces over several ranks.
-    """
-
-    references: list[weakref.ref[torch.Tensor]]
-    runtime: Runtime | None
-    records: list[Reduced]
-
-    def is_of(self, tensors: list[torch.Tensor]) -> bool:
-        if self.runtime is not None and not owns(self.runtime, tensors[0]):
-            return False
-        return all(r() is t for r, t in zip(self.references, tensors, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +38,19 @@ class _Call:
     calls: Calls
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    binding: _Binding
+    binding: Binding
     given: tuple[bool, ...]
 
     def given_tangents(self) -> frozenset[int]:
         positions = enumerate(self.calls.unit.returned)
         return frozenset(j for j, at in positions if at is None or self.given[at])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter or buffer: an input of the graph, or one that takes part on other ranks only."""
+        known = self.parameters.get(name, self.buffers.get(name))
+        tensor = self.binding.reachable(name) if known is None else known
+        assert tensor is not None, name
+        return tensor
 
 
 class Calls:
@@ -74,7 +62,9 @@ class Calls:
         self._parameters = [(i, role.name) for i, role in places if role.kind == "parameter"]
         self._buffers = [(i, role.name) for i, role in places if role.kind == "buffer"]
         self._group = _current_group(unit)
-        self._bindings: dict[tuple[int, ...], _Binding] = {}  # by ids of the tensors
+        self._bindings: dict[tuple[int, ...], Binding] = {}  # by ids of the tensors
+        self._compiled: dict[Variant, Compiled] = {}
+        self._compile: Callable[[Backward], Compiled] | None = None
 
     def forward(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap what Dynamo calls."""
@@ -96,53 +86,124 @@ class Calls:
 
         return run
 
-    def backward(self, compiled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Wrap a compiled backward that takes its arguments as one list."""
+    def backward(
+        self, compiled: Compiled, compile_variant: Callable[[Backward], Compiled]
+    ) -> Callable[[list[Any]], Any]:
+        """Wrap a compiled backward.
+
+        Args:
+            compiled: the primary variant; it takes its arguments as one list.
+            compile_variant: compiles another one.
+        """
+        self._compiled[self.unit.primary] = compiled
+        self._compile = compile_variant
 
         def run(args: list[Any]) -> Any:
             call: _Call | None = getattr(_thread, "call", None)
             _thread.call = None
             assert call is not None and call.calls is self, "backward ran outside its autograd node"
-            given = call.given_tangents()
-            flags = torch.tensor([float(bool(s & given)) for s in self.unit.plan.sets])
-            states = [_state(spec, call, flags) for spec in self.unit.plan.states]
-            args.extend(states)
-            outputs = compiled(args)
-            if call.binding.runtime is not None:
-                call.binding.runtime.record_backward(self.unit.plan.collectives)
-            for record in call.binding.records:
-                record.contributions += 1
-            return self._drop_unused(outputs, given, states)
+            way = choose(self.unit, call.binding, call.parameters, aot.backward_id())
+            try:
+                return self._run(call, way, args)
+            except BaseException:
+                for name, gradient in way.pending.items():
+                    accumulation.put_back(call.tensor(name), gradient)
+                raise
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def _run(self, call: _Call, way: Way, args: list[Any]) -> Sequence[Any]:
+        backward = self.unit.backward(way.variant)
+        if way.variant not in self._compiled:
+            assert self._compile is not None
+            self._compiled[way.variant] = self._compile(backward)
+        given = call.given_tangents()
+        flags = self._flags(way, given)
+        states = [_state(spec, call, way, flags) for spec in backward.states]
+        outputs = self._compiled[way.variant]([*_emptied(args), *states])
+        took_part = self._took_part(backward, states, flags)
+        outputs = self._drop_unused(way, outputs, given, took_part)
+        if call.binding.runtime is not None:
+            if way.variant.union is not None:
+                call.binding.runtime.record_plan(call.binding.region, backward.collectives)
+            call.binding.runtime.record_backward(backward.collectives)
+        if way.variant.mode == LOCAL:
+            self._begin_accumulation(call, outputs)
+            return outputs
+        for record in call.binding.records.values():
+            record.contributions += 1
+        own = len(self.unit.facts.needs)
+        for spec, gradient in zip(way.variant.absent, outputs[own:], strict=True):
+            if gradient is not None:
+                parameter = call.tensor(spec.parameter)
+                reduced(parameter).contributions += 1
+                _deliver(parameter, gradient)
+        return outputs[:own]
+
+    def _flags(self, way: Way, given: frozenset[int]) -> dict[Any, bool]:
+        """By set of tangents, or by parameter where the ranks' graphs differ: whether it takes part here."""
+        facts = self.unit.facts
+        by_set = {s: bool(s & given) for s in facts.sets}
+        for name in way.pending.keys() & facts.gradients.keys():
+            by_set[facts.needs[facts.gradients[name]]] = True
+        if way.variant.layout is None:
+            return by_set
+        return {
+            name: by_set[facts.needs[facts.gradients[name]]]
+            if name in facts.gradients
+            else name in way.pending
+            for name in way.variant.layout
+        }
+
+    def _took_part(
+        self, backward: Backward, states: list[torch.Tensor], flags: dict[Any, bool]
+    ) -> dict[Any, bool]:
+        """The same over all ranks: by what `Participation` agreed on; without it everything may have, since a
+        rank can't know of the others.
+        """
+        for spec, total in zip(backward.states, states, strict=True):
+            if spec.kind == PARTICIPATION:
+                return dict(zip(flags, map(bool, total.tolist()), strict=True))
+        several = self.unit.group.size > 1 and bool(backward.collectives)
+        return dict.fromkeys(flags, True) if several else flags
+
+    def _drop_unused(
+        self, way: Way, outputs: Sequence[Any], given: frozenset[int], took_part: dict[Any, bool]
+    ) -> list[Any]:
+        """None in place of a gradient that takes part on no rank."""
+        facts = self.unit.facts
+        layout = way.variant.layout
+        if layout is None:
+            own = zip(outputs, facts.needs, strict=True)
+            return [None if need and not took_part[need] else x for x, need in own]
+        used = [not need or bool(need & given) for need in facts.needs]
+        for name, index in facts.gradients.items():
+            used[index] = took_part[name]
+        used += [took_part[spec.parameter] for spec in way.variant.absent]
+        return [x if use else None for x, use in zip(outputs, used, strict=True)]
+
+    def _begin_accumulation(self, call: _Call, outputs: Sequence[Any]) -> None:
+        for name, index in self.unit.facts.gradients.items():
+            if outputs[index] is not None:
+                reduce, world = self.unit.hardening.reduce, self.unit.group.size
+                accumulation.begin(call.parameters[name], reduce, world)
+
     def _bind(
         self, parameters: dict[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor]
-    ) -> _Binding:
-        """What is known of the tensors of this call. On their first use they are made alike on all ranks."""
+    ) -> Binding:
         tensors = [*parameters.values(), *buffers.values()]
         key = tuple(map(id, tensors))
         known = self._bindings.get(key)
-        if known is not None and known.is_of(tensors):
-            return known
-        several = self.unit.group.size > 1
-        if several:
-            first_use.make_alike(self.unit.group, parameters | buffers)
-        plan = self.unit.plan.collectives
-        owner = owner_of(parameters) if parameters else None
-        if owner is not None:
-            owner.record_plan((self.unit.region, *map(id, parameters.values())), plan)
-        names = {name for collective in plan for name in collective.parameters if several}
-        records = [reduced(p) for name, p in parameters.items() if name in names]
-        self._bindings[key] = _Binding([weakref.ref(t) for t in tensors], owner, records)
-        return self._bindings[key]
+        if known is None or not known.is_of(tensors):
+            known = self._bindings[key] = bind(self.unit, parameters, buffers)
+        return known
 
     def _before_backward(
         self,
         parameters: dict[str, torch.nn.Parameter],
         buffers: dict[str, torch.Tensor],
-        binding: _Binding,
+        binding: Binding,
         grad_outputs: Sequence[Any],
     ) -> None:
         if torch.is_grad_enabled():
@@ -163,27 +224,6 @@ class Calls:
         given = tuple(g is not None for g in grad_outputs)
         _thread.call = _Call(self, parameters, buffers, binding, given)
 
-    def _drop_unused(
-        self, outputs: Sequence[Any], given: frozenset[int], states: list[torch.Tensor]
-    ) -> Sequence[Any]:
-        """None in place of a gradient whose tangents were given on no rank."""
-        plan = self.unit.plan
-        if len(given) == len(self.unit.returned):
-            return outputs
-        unused = {s for s in plan.needs if s and not s & given}
-        if unused and self.unit.group.size > 1:
-            unused &= self._unused_on_all_ranks(states)
-        return [None if need in unused else x for x, need in zip(outputs, plan.needs, strict=True)]
-
-    def _unused_on_all_ranks(self, states: list[torch.Tensor]) -> set[frozenset[int]]:
-        """By what `Participation` agreed on; without it none, since a rank can't know of the others."""
-        for spec, total in zip(self.unit.plan.states, states, strict=True):
-            if spec.kind == PARTICIPATION:
-                return {
-                    s for s, t in zip(self.unit.plan.sets, total.tolist(), strict=True) if not t
-                }
-        return set()
-
 
 def _current_group(unit: Unit) -> Any:
     """The process group that the unit's collectives would use now; None without one."""
@@ -192,9 +232,26 @@ def _current_group(unit: Unit) -> Any:
     return process_group(unit.group.name) if unit.group.name is not None else "initialised"
 
 
-def _state(spec: StateSpec, call: _Call, flags: torch.Tensor) -> torch.Tensor:
+def _emptied(args: list[Any]) -> list[Any]:
+    """The arguments of a boxed call, which frees them as it goes: nobody else may hold them."""
+    taken = list(args)
+    args.clear()
+    return taken
+
+
+def _deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to one that the graph of this rank does not know, as autograd would: hooks run."""
+    torch.autograd.backward([parameter], [gradient])
+
+
+def _state(spec: StateSpec, call: _Call, way: Way, flags: dict[Any, bool]) -> torch.Tensor:
     if spec.kind == PARTICIPATION:
-        return flags.to(spec.device)
+        return torch.tensor([float(flag) for flag in flags.values()], device=spec.device)
     if spec.kind == BUFFER_STATE:
-        return call.buffers[spec.parameter].detach()
-    return STORE.get(call.parameters[spec.parameter], spec)
+        return call.tensor(spec.parameter).detach()
+    if spec.kind == PENDING_STATE:
+        pending = way.pending.get(spec.parameter)
+        if pending is None:
+            return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        return pending.contiguous()
+    return STORE.get(call.tensor(spec.parameter), spec)

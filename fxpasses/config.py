@@ -30,6 +30,7 @@ class Hardening:
         reduce: `"mean"` or `"sum"` of the gradients over the ranks.
         reduce_dtype: dtype on the wire, `"fp32"`, `"bf16"` or `"fp16"`; `None` keeps each gradient's own.
         bucket_mb: target size of a bucket in MiB (2**20 bytes) of gradient.
+        accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
         dump: folder that receives the graph as text after each pass.
@@ -40,6 +41,7 @@ class Hardening:
     reduce: str = "mean"
     reduce_dtype: str | None = None
     bucket_mb: float = 25.0
+    accumulate: int = 1
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
     profile: str | os.PathLike[str] | None = None
@@ -49,6 +51,7 @@ class Hardening:
         if self.reduce_dtype is not None:
             _check_choice("reduce_dtype", self.reduce_dtype, WIRE_DTYPES)
         _check_positive_number("bucket_mb", self.bucket_mb)
+        _check_count("accumulate", self.accumulate)
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
         for name in ("dump", "profile"):
@@ -100,6 +103,11 @@ def _check_positive_number(option: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
         raise ValueError(f"option {option!r}: got {value!r}; expected a positive number")
+
+
+def _check_count(option: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"option {option!r}: got {value!r}; expected a whole number, 1 or more")
 
 
 def _check_process_group(value: Any) -> None:

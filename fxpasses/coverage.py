@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fxpasses.accumulation import is_pending
 from fxpasses.distributed.group import several_ranks
 
 
@@ -52,6 +53,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         RuntimeError: naming the parameter by group, index, dtype and shape.
     """
+    _check_nothing_pending(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     records = [_reduced.get(p) for p in parameters]
     if not any(records):
@@ -72,6 +74,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 "optimizer of its own and reduce its gradient there"
             )
         seen[index] = (weakref.ref(gradient), gradient._version, contributions)
+
+
+def _check_nothing_pending(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if is_pending(parameter) and parameter.grad.any():
+            raise RuntimeError(
+                f"the gradient of {_place(optimizer, parameter)} was accumulated on this rank alone (option "
+                "'accumulate', or no_sync) and no backward has reduced it since; run the last micro-batch of a "
+                "step under fxpasses.runtime(model).sync(), on all ranks, with all parameters that its "
+                "micro-batches used"
+            )
 
 
 def _explained(gradient: torch.Tensor, contributions: int, before: _Seen | None) -> bool:

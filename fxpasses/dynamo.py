@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ class _SourceReader:
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         self._variables = dict(variables)
-        self._values: weakref.WeakKeyDictionary[Source, Any] = weakref.WeakKeyDictionary()
+        self._values: dict[Source, Any] = {}
 
     def value(self, node: fx.Node) -> Any:
         return self._read(getattr(node, "_dynamo_source", None))

@@ -26,7 +26,9 @@ def compile_unit(
         return make_boxed_func(module.forward)
 
     def backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return calls.backward(make_boxed_func(module.forward))
+        return calls.backward(
+            make_boxed_func(module.forward), lambda b: make_boxed_func(b.module.forward)
+        )
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         return unit.partition(joint, joint_inputs, min_cut_rematerialization_partition, **kwargs)

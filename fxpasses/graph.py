@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxpasses.effects import is_effectful
 
 INPUT_KINDS = ("parameter", "buffer", "input", "saved", "tangent", "state")
-BUFFER_STATE = "buffer"  # kind of a state that is a module's buffer: held by the module, not by us
+# Kinds of state that the program holds, not we: a module's buffer; what waits in a parameter's `.grad`.
+BUFFER_STATE, PENDING_STATE = "buffer", "pending"
 OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
 
 
@@ -115,6 +116,13 @@ class TrainingGraph:
     def first_call(self) -> fx.Node:
         """The first node behind the inputs: code inserted before it runs before all else."""
         return next(n for n in self.graph.nodes if n.op != "placeholder")
+
+    def behind(self, node: fx.Node) -> fx.Node:
+        """The first place behind `node`, and behind the inputs, where code may stand."""
+        following = node.next
+        while following.op == "placeholder":
+            following = following.next
+        return following
 
     def inputs(self, kind: str | None = None) -> list[tuple[fx.Node, Role]]:
         """Placeholders in order, of one kind if given."""

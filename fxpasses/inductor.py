@@ -26,7 +26,7 @@ from torch.utils._ordered_set import OrderedSet
 from fxpasses.calls import Calls
 from fxpasses.schedule import order
 from fxpasses.schedule.order import Event, OrderError
-from fxpasses.unit import Unit
+from fxpasses.unit import Backward, Unit
 
 C10D = torch.ops._c10d_functional
 
@@ -53,7 +53,10 @@ def compile_unit(
         if not kwargs.get("is_backward"):
             unit.note_forward()
             return compile_fx_inner(module, inputs, **kwargs)
-        return calls.backward(_compile_backward(module, inputs, unit.plan.events, kwargs))
+        primary = unit.backward(unit.primary)
+        compiled = _compile_backward(module, inputs, primary.events, kwargs)
+        own = inputs[: len(inputs) - len(primary.states)]
+        return calls.backward(compiled, _VariantCompiler(module, own, kwargs, patches))
 
     with functorch_config.patch(enable_autograd_cache=False):
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
@@ -81,6 +84,42 @@ def _compile_backward(
         )
     order.check_emitted(events, code)
     return compiled
+
+
+class _VariantCompiler:
+    """Compiles other variants of a backward, later, as AOTAutograd would have compiled them then.
+
+    Args:
+        module: the variant that has been compiled.
+        inputs: fake inputs that all variants share.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        kwargs: dict[str, Any],
+        patches: dict[str, Any],
+    ) -> None:
+        self._like, self._inputs = module.graph.output_node().meta, list(inputs)
+        self._kwargs, self._patches = kwargs, patches
+        self._tracing = torch._guards.TracingContext.try_get()
+        self._compiling = torch._guards.CompileContext.try_get()
+
+    def __call__(self, backward: Backward) -> Callable[[list[Any]], Any]:
+        module = backward.module
+        meta = module.graph.output_node().meta
+        meta.update({k: v for k, v in self._like.items() if k not in meta})
+        placeholders = module.graph.find_nodes(op="placeholder")
+        states = [node.meta["val"] for node in placeholders[len(self._inputs) :]]
+        with (
+            torch._guards.tracing(self._tracing),
+            torch._guards.compile_context(self._compiling),
+            inductor_config.patch(self._patches),
+        ):
+            return _compile_backward(
+                module, [*self._inputs, *states], backward.events, self._kwargs
+            )
 
 
 class _Partitioner(CustomPartitionerFn):

@@ -6,10 +6,12 @@ graphs. `runtime(x)` finds it by any of them, so it works before the first forwa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,33 +20,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpasses.config import nearest
 from fxpasses.coverage import check_optimizer
+from fxpasses.distributed.plans import PlannedCollective
 from fxpasses.state import STORE
 
 STATE_DICT_VERSION = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedCollective:
-    """A collective that one backward graph issues.
-
-    Attributes:
-        operator: functional collective, `"all_reduce"`.
-        group: registered name of the process group.
-        dtype: of the payload on the wire.
-        numel: elements of the payload on each rank.
-        bytes: bytes of the payload on each rank (what travels depends on the algorithm: a ring all-reduce
-            sends `2 (W - 1) / W` times as many).
-        parameters: whose gradients it carries; empty for control messages.
-        model_line: `file:line` that the last of these gradients comes from.
-    """
-
-    operator: str
-    group: str
-    dtype: str
-    numel: int
-    bytes: int
-    parameters: tuple[str, ...]
-    model_line: str
 
 
 @dataclasses.dataclass
@@ -85,6 +64,9 @@ class Runtime:
         self._plan: dict[Any, tuple[PlannedCollective, ...]] = {}  # by region
         self._step = StepRecord()
         self._step_ended = False
+        self._last_backward = -1  # of those that count as micro-batches
+        self._micro_batch = 0  # of this step, from 1
+        self._asked: list[bool] = []  # by `no_sync` (False) and `sync` (True), the innermost last
 
     @property
     def last_step(self) -> StepRecord:
@@ -167,6 +149,49 @@ class Runtime:
             _OWNER[parameter] = self
         self._named_by = max(self._named_by, named_by)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside add to `.grad` on this rank alone and send nothing; the next one that synchronises
+        reduces the total.
+
+        Every rank must use it for the same backwards. Where `.grad` already holds a reduced gradient, it
+        becomes this rank's share of it: with `reduce="sum"` it is divided by the number of ranks.
+        """
+        return self._asking(False)
+
+    def sync(self) -> AbstractContextManager[None]:
+        """Backwards inside synchronise, whatever the option `accumulate` or a `no_sync` around it says. For
+        the last micro-batch of an epoch that comes short.
+        """
+        return self._asking(True)
+
+    @contextlib.contextmanager
+    def _asking(self, synchronise: bool) -> Iterator[None]:
+        asked = self.root._asked
+        asked.append(synchronise)
+        try:
+            yield
+        finally:
+            asked.pop()
+
+    def synchronises(self, backward: int, accumulate: int) -> bool:
+        """Whether a backward is to be reduced.
+
+        Args:
+            backward: identity of the call of `backward()`; several graphs may run in one.
+            accumulate: micro-batches to a step.
+        """
+        root = self.root
+        if root._step_ended and backward != root._last_backward:
+            root._micro_batch = 0
+        if backward != root._last_backward:
+            root._last_backward = backward
+            root._micro_batch += 1
+        return root._asked[-1] if root._asked else root._micro_batch % accumulate == 0
+
+    def names(self) -> dict[str, torch.Tensor]:
+        """Parameters by name, as far as names tell them apart."""
+        return {name: parameter for parameter, name in self.root._names.items()}
+
     def record_plan(self, region: Any, plan: tuple[PlannedCollective, ...]) -> None:
         """What the backward of a region sends; it replaces what an earlier compilation of it said."""
         self.root._plan[region] = plan
@@ -188,6 +213,7 @@ class Runtime:
             self._step, self._step_ended = other._step, False
         elif self._step_ended == other._step_ended:
             self._step.add(other._step)
+        self._asked += other._asked
         other._merged_into = self
 
 
@@ -205,6 +231,7 @@ def runtime(x: Any) -> Runtime:
     Raises:
         ValueError: when no parameter can be found through `x`.
     """
+    watch_optimizers()
     named = {name.replace("_orig_mod.", ""): p for name, p in _parameters_of(x)}
     if not named:
         raise ValueError(
@@ -268,4 +295,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
         owner.end_step()
 
 
-register_optimizer_step_pre_hook(_before_optimizer_step)
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on every `optimizer.step()` ends a step, and is stopped if gradients were not reduced."""
+    register_optimizer_step_pre_hook(_before_optimizer_step)

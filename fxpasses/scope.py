@@ -24,19 +24,18 @@ class Scope:
         code: which code it is, the same text on every rank: `Net.forward (train.py:12)`.
         names: `id(tensor)` → name. A tensor that goes by two names (tied weights) has the first one.
         references: name → parameter or buffer.
+        is_module: whether it is one module, whose qualified names these are.
     """
 
     code: str
     names: Mapping[int, str]
     references: Mapping[str, weakref.ref[torch.Tensor]]
+    is_module: bool
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are still alive, by name."""
         found = {name: reference() for name, reference in self.references.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-EMPTY = Scope("", {}, {})
 
 
 def scope_of(code: str, variables: Mapping[str, Any]) -> Scope:
@@ -57,7 +56,7 @@ def scope_of(code: str, variables: Mapping[str, Any]) -> Scope:
                 names[id(tensor)] = full
                 references[full] = weakref.ref(tensor)
     owner = f"{type(next(iter(roots.values()))).__name__}." if only else ""
-    return Scope(owner + code, names, references)
+    return Scope(owner + code, names, references, only)
 
 
 def _roots(variables: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxpasses.effects import COLLECTIVE_NAMESPACE, is_launch, is_wait
-from fxpasses.graph import INPUT_KINDS, OUTPUT_KINDS, TrainingGraph
+from fxpasses.graph import INPUT_KINDS, OUTPUT_KINDS, PENDING_STATE, TrainingGraph
 
 Violation = tuple[fx.Node, str]
 Rule = Callable[[TrainingGraph], Iterator[Violation]]
@@ -100,7 +100,8 @@ def state_keeps_its_form(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Each gradient output passed exactly one reducing collective, on every way from a tangent.
+    """Each gradient output passed exactly one reducing collective, on every way from a tangent or from
+    a pending gradient.
 
     Holds once gradients are synchronised.
     """
@@ -108,6 +109,7 @@ def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
         fx.Node, set[int]
     ] = {}  # reducing collectives on the ways from a tangent to a node
     tangents = {node for node, _ in graph.inputs("tangent")}
+    tangents |= {n for n, _ in graph.inputs("state") if n.meta["state"].kind == PENDING_STATE}
     for node in graph.graph.nodes:
         above = {0} if node in tangents else set().union(*(counts[n] for n in node.all_input_nodes))
         reduces = is_launch(node) and node.meta.get("reduces", False)

@@ -1,13 +1,14 @@
-"""One compiled region at compile time: its passes, and the plan that they leave for its backward.
+"""One compiled region at compile time: its passes, and what they make of its backward.
 
-joint graph ─▶ joint passes ─▶ partition ─▶ backward passes ─▶ state lowered to writes ─▶ compiler
+joint graph ─▶ joint passes ─▶ partition ─▶ variant ─▶ backward passes ─▶ state lowered to writes ─▶ compiler
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 from fxpasses import aot
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import Group, global_rank
+from fxpasses.distributed.plans import Form, Plan, PlannedCollective
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
 from fxpasses.graph import Role, StateSpec, TrainingGraph, tangents_reaching
@@ -24,30 +26,47 @@ from fxpasses.observers import CheckRules, Dump
 from fxpasses.passes.participation import tangent_sets
 from fxpasses.pipeline import Observer, Pipeline
 from fxpasses.rewrite import Provenance, model_line
-from fxpasses.runtimes import PlannedCollective
 from fxpasses.schedule.order import Event, events_of
 from fxpasses.scope import Scope
+from fxpasses.variants import LOCAL, SYNCHRONISE, TOTAL, Variant, prepare
 
 _ids = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardPlan:
-    """What is fixed about a backward once its passes have run.
+class Backward:
+    """One variant of a backward, once its passes have run.
 
     Attributes:
+        module: the graph, state lowered to writes.
         states: state inputs in the order in which they follow the graph's own inputs.
         collectives: what it issues, in order.
         events: its order of collectives and heavy operators.
-        sets: the different sets of tangents that gradients depend on.
-        needs: for each output the set of tangents that it depends on; empty where it needs none.
     """
 
+    module: fx.GraphModule
     states: tuple[StateSpec, ...]
     collectives: tuple[PlannedCollective, ...]
     events: tuple[Event, ...]
-    sets: tuple[frozenset[int], ...]
-    needs: tuple[frozenset[int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What holds of a backward whatever its variant.
+
+    Attributes:
+        sets: the different sets of tangents that gradients depend on.
+        needs: for each output the set of tangents that it depends on; empty where it needs none.
+        gradients: parameter → the output that is its gradient.
+        parameters: the forms of these gradients, in output order.
+        buffers: the buffers that the forward writes.
+    """
+
+    sets: tuple[frozenset[int], ...] = ()
+    needs: tuple[frozenset[int], ...] = ()
+    gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    parameters: tuple[Form, ...] = ()
+    buffers: tuple[Form, ...] = ()
 
 
 class Unit:
@@ -70,11 +89,39 @@ class Unit:
         self.scope = scope
         self.input_roles = tuple(input_roles)
         self.decompositions = decompositions
-        self.plan = BackwardPlan((), (), (), (), ())
+        self.primary = Variant(LOCAL if self._accumulates else SYNCHRONISE)
+        self.facts = Facts()
         # For each tangent its position among what the forward returned; None: always given.
         self.returned: tuple[int | None, ...] = ()
         self.forward_metadata: Any = None
         self._tangents: list[fx.Node] = []
+        self._base: fx.GraphModule | None = None  # the backward, untouched by passes
+        self._backwards: dict[Variant, Backward] = {}
+
+    def plan(self, instance: tuple[int, ...]) -> Plan:
+        """What a synchronising backward sends.
+
+        Args:
+            instance: which of the modules that share this unit.
+        """
+        if self._base is None:
+            collectives: tuple[PlannedCollective, ...] = ()
+        else:
+            mode = TOTAL if self._accumulates else SYNCHRONISE
+            collectives = self.backward(Variant(mode)).collectives
+        passes, facts = self.pipeline.spec, self.facts
+        code = self.scope.code
+        return Plan(code, instance, passes, collectives, facts.parameters, facts.buffers)
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether a backward that synchronises differs from one that does not."""
+        stage = self.pipeline.stage("backward")
+        return stage != self.pipeline.local().stage("backward")
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.hardening.accumulate > 1 and self.synchronises
 
     def partition(
         self,
@@ -87,39 +134,53 @@ class Unit:
 
         Args:
             split: the partitioner, called as AOTAutograd would call it.
+
+        Returns:
+            The forward, and the primary variant of the backward.
         """
         if not aot.is_whole_joint(joint):
             return split(joint, joint_inputs, **kwargs)
         with user_errors_visible():
             forward_outputs = kwargs["num_fwd_outputs"]
             aot.annotate_joint(joint, forward_outputs, self.input_roles)
-            self._run("joint", joint)
+            self._run(self.pipeline, "joint", joint, "joint")
             forward, backward = split(joint, joint_inputs, **kwargs)
             aot.annotate_backward(backward, joint, forward_outputs)
-            self._transform_backward(backward)
-        return forward, backward
+            graph = TrainingGraph(backward)
+            self._base, self.facts = backward, _facts_of(graph)
+            self._tangents = [node for node, _ in graph.inputs("tangent")]
+            return forward, self.backward(self.primary).module
 
-    def _run(self, stage: str, module: fx.GraphModule) -> TrainingGraph:
+    def backward(self, variant: Variant) -> Backward:
+        """A variant of the backward, made when it is first asked for."""
+        if variant not in self._backwards:
+            self._backwards[variant] = self._make(variant)
+        return self._backwards[variant]
+
+    def _make(self, variant: Variant) -> Backward:
+        assert self._base is not None, "no backward was recorded"
+        module = copy.deepcopy(self._base)
+        prepare(TrainingGraph(module, self.decompositions), variant)
+        pipeline = self.pipeline.local() if variant.mode == LOCAL else self.pipeline
+        name = "backward" if variant == self.primary else f"backward-{variant.mode}"
+        if variant.union is not None:
+            name += f"-union{sum(v.union is not None for v in self._backwards)}"
+        graph = self._run(pipeline.bind(layout=variant.layout), "backward", module, name)
+        collectives, events = planned_collectives(graph), events_of(graph.graph)
+        return Backward(module, _lower_state(graph), collectives, events)
+
+    def _run(
+        self, pipeline: Pipeline, stage: str, module: fx.GraphModule, name: str
+    ) -> TrainingGraph:
         graph = TrainingGraph(module, self.decompositions)
-        if not self.pipeline.stage(stage) and self.hardening.dump is None:
+        if not pipeline.stage(stage) and self.hardening.dump is None:
             return graph
         observers: list[Observer] = [CheckRules()]
         if self.hardening.dump is not None:
-            folder = Path(self.hardening.dump) / f"rank{global_rank()}" / f"g{self.id}.{stage}"
+            folder = Path(self.hardening.dump) / f"rank{global_rank()}" / f"g{self.id}.{name}"
             observers.append(Dump(folder))
-        self.pipeline.run(stage, graph, observers)
+        pipeline.run(stage, graph, observers)
         return graph
-
-    def _transform_backward(self, module: fx.GraphModule) -> None:
-        graph = TrainingGraph(module, self.decompositions)
-        reach = tangents_reaching(graph)
-        nothing: frozenset[int] = frozenset()
-        needs = tuple(reach.get(node, nothing) for _, node, _ in graph.outputs())
-        sets = tuple(tangent_sets(graph))
-        self._tangents = [node for node, _ in graph.inputs("tangent")]
-        self._run("backward", module)
-        collectives, events = planned_collectives(graph), events_of(graph.graph)
-        self.plan = BackwardPlan(_lower_state(graph), collectives, events, sets, needs)
 
     @property
     def trains(self) -> bool:
@@ -130,6 +191,31 @@ class Unit:
         """Called while the forward is being compiled: only then does AOTAutograd tell of its outputs."""
         self.forward_metadata = aot.forward_metadata()
         self.returned = aot.returned_positions(self._tangents, self.forward_metadata)
+
+
+def _facts_of(graph: TrainingGraph) -> Facts:
+    reach = tangents_reaching(graph)
+    nothing: frozenset[int] = frozenset()
+    return Facts(
+        sets=tuple(tangent_sets(graph, reach)),
+        needs=tuple(reach.get(node, nothing) for _, node, _ in graph.outputs()),
+        gradients={g.parameter: g.index for g in graph.gradients()},
+        parameters=tuple(
+            dataclasses.replace(
+                form_of(g.parameter, g.node.meta["val"]), model_line=model_line(g.node)
+            )
+            for g in graph.gradients()
+        ),
+        buffers=tuple(
+            Form(spec.parameter, spec.shape, _short(spec.dtype)) for spec in graph.written_buffers
+        ),
+    )
+
+
+def form_of(name: str, value: torch.Tensor) -> Form:
+    """A tensor, or the value of a node, as all ranks must see it."""
+    strides = sorted(range(value.dim()), key=value.stride, reverse=True)
+    return Form(name, tuple(map(int, value.shape)), _short(value.dtype), tuple(strides))
 
 
 def planned_collectives(graph: TrainingGraph) -> tuple[PlannedCollective, ...]:
@@ -147,12 +233,17 @@ def _planned(node: fx.Node) -> PlannedCollective:
     return PlannedCollective(
         operator=node.target._opname,  # type: ignore[union-attr]
         group=str(node.args[-1]),
-        dtype=str(value.dtype).removeprefix("torch."),
+        dtype=_short(value.dtype),
         numel=int(value.numel()),
         bytes=int(value.numel()) * value.element_size(),
         parameters=provenance.parameters,
         model_line=provenance.model_line,
+        made_by=provenance.pass_name,
     )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _lower_state(graph: TrainingGraph) -> tuple[StateSpec, ...]:

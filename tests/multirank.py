@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fxpasses.distributed.agreement import LABEL
 
 _context = multiprocessing.get_context("forkserver")
 # Forked from a server that has torch loaded already: a rank starts in a fraction of a second.
@@ -29,8 +31,11 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120,
     gloo_timeout_s: float = 60,
+    lost: Collection[int] = (),
 ) -> list[Any]:
     """`program(rank, *args)` on each of `world` ranks; returns what each returned, by rank.
+
+    Ranks in `lost` may die; what they return is None then.
 
     Raises:
         RuntimeError: when a rank raises (with its traceback) or the time is over (naming the ranks).
@@ -40,7 +45,7 @@ def run_ranks(
             _start(program, rank, world, args, folder, gloo_timeout_s) for rank in range(world)
         ]
         try:
-            return _collect(ranks, time.monotonic() + timeout_s)
+            return _collect(ranks, time.monotonic() + timeout_s, lost)
         finally:
             for process, _ in ranks:
                 process.kill()
@@ -49,11 +54,14 @@ def run_ranks(
 
 @contextlib.contextmanager
 def counted_all_reduces() -> Iterator[list[int]]:
-    """A list that holds, afterwards, how many all-reduces gloo carried out in between."""
+    """A list that holds, afterwards, how many all-reduces gloo carried out in between, apart from the one in
+    front of each backward by which the ranks agree.
+    """
     found: list[int] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         yield found
-    found.append(sum(e.count for e in profile.key_averages() if e.key == "gloo:all_reduce"))
+    counts = {event.key: event.count for event in profile.key_averages()}
+    found.append(counts.get("gloo:all_reduce", 0) - counts.get(LABEL, 0))
 
 
 def _start(
@@ -75,7 +83,9 @@ def _start(
     return process, receiver
 
 
-def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
+def _collect(
+    ranks: list[tuple[Any, Connection]], deadline: float, lost: Collection[int]
+) -> list[Any]:
     results: list[Any] = []
     for rank, (process, receiver) in enumerate(ranks):
         if not receiver.poll(max(0.0, deadline - time.monotonic())):
@@ -85,7 +95,10 @@ def _collect(ranks: list[tuple[Any, Connection]], deadline: float) -> list[Any]:
             error, result = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
         except EOFError:
             process.join(5)
-            raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
+            if rank not in lost:
+                code = process.exitcode
+                raise RuntimeError(f"rank {rank} died with exit code {code}") from None
+            error, result = None, None
         if error:
             raise RuntimeError(f"rank {rank} raised:\n{error}")
         results.append(result)

@@ -8,6 +8,7 @@ Only then are values broadcast.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -16,20 +17,26 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpasses.distributed.group import Group, process_group, store_of, timeout_of
+from fxpasses.distributed.group import Group, is_fake, process_group, store_of, timeout_of
+from fxpasses.distributed.waiting import RankLost, waiting
 
 _AGREED = "agreed"
-_alike: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor → ids of groups
+_VERDICT_GRACE = timedelta(seconds=10)  # for rank 0 to compare, and to say so
+_ONE_LOOK = timedelta(seconds=1)  # at what may be there already, when the time is over
+_alike: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor → {id of group: number}
 _uses: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # by id of the group
 
 
-def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> None:
+def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
     """Compare tensors over the ranks of a group, then overwrite them, in place, by rank 0's: each once.
 
     All ranks must call this in the same order. Nothing is done on the `fake` backend.
 
     Args:
-        named: parameters and buffers of one compiled region, by name.
+        named: parameters and buffers that one compiled region can reach, by name.
+
+    Returns:
+        The numbers of the first uses of these tensors, the same on all ranks.
 
     Raises:
         RuntimeError: on all ranks, when names, dtypes or shapes differ (naming the first difference), or when
@@ -37,14 +44,22 @@ def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> None:
     """
     assert group.name is not None
     key = id(process_group(group.name))  # not the name: a group that is made anew has the old one's
-    named = {k: t for k, t in named.items() if key not in _alike.get(t, ())}
-    if not named or dist.get_backend(process_group(group.name)) == "fake":
-        return
-    store = dist.PrefixStore(f"fxpasses/{next(_uses[key])}", store_of(group.name))
+    if is_fake(group):
+        return ()
+    new = {k: t for k, t in named.items() if key not in _alike.get(t, ())}
+    if new:
+        _make_alike(group, new, key, next(_uses[key]))
+    return tuple(sorted({_alike[t][key] for t in named.values()}))
+
+
+def _make_alike(group: Group, named: Mapping[str, torch.Tensor], key: int, number: int) -> None:
+    assert group.name is not None
+    store = dist.PrefixStore(f"fxpasses/{number}", store_of(group.name))
     _compare(group, store, "\n".join(f"{name}: {_form(t)}" for name, t in named.items()))
-    for tensor in named.values():
-        _broadcast(group.name, tensor.detach())
-        _alike.setdefault(tensor, set()).add(key)
+    for name, tensor in named.items():
+        with waiting(group, f"the broadcast of {name}"):
+            _broadcast(group.name, tensor.detach())
+        _alike.setdefault(tensor, {})[key] = number
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -54,21 +69,27 @@ def _form(tensor: torch.Tensor) -> str:
 def _compare(group: Group, store: dist.Store, table: str) -> None:
     assert group.name is not None
     timeout = timeout_of(group.name)
-    if group.rank != 0:
-        store.set(f"table/{group.rank}", table)
-        verdict = _get(store, "verdict", timeout, "rank 0 to compare the model over the ranks")
-    else:
-        verdict = _verdict(group, store, table, timeout)
-        store.set("verdict", verdict)
+    with waiting(group, "the comparison of the model over the ranks"):
+        if group.rank != 0:
+            store.set(f"table/{group.rank}", table)
+            # Rank 0 may come late, and then waits for others: its verdict has a time limit of its own.
+            _get(store, "table/0", timeout, "rank 0 to compare the model over the ranks")
+            verdict = _get(store, "verdict", timeout + _VERDICT_GRACE, "the verdict of rank 0")
+        else:
+            store.set("table/0", table)
+            verdict = _verdict(group, store, table, timeout)
+            store.set("verdict", verdict)
     if verdict != _AGREED:
         raise RuntimeError(verdict)
 
 
 def _verdict(group: Group, store: dist.Store, table: str, timeout: timedelta) -> str:
+    started = time.monotonic()
     for rank in range(1, group.size):
+        spent = timedelta(seconds=time.monotonic() - started)
         try:
-            other = _get(store, f"table/{rank}", timeout, f"rank {rank} to start training")
-        except RuntimeError as error:
+            other = _get(store, f"table/{rank}", timeout, f"rank {rank} to start training", spent)
+        except RankLost as error:
             return str(error)
         if other != table:
             return _difference(rank, other.splitlines(), table.splitlines())
@@ -82,12 +103,16 @@ def _difference(rank: int, theirs: list[str], ours: list[str]) -> str:
     raise AssertionError("the tables differ in some line")
 
 
-def _get(store: dist.Store, key: str, timeout: timedelta, what: str) -> str:
+def _get(
+    store: dist.Store, key: str, timeout: timedelta, what: str, spent: timedelta = timedelta()
+) -> str:
     try:
-        store.wait([key], timeout)
+        store.wait([key], max(timeout - spent, _ONE_LOOK))
+    except dist.DistNetworkError:  # not late, but gone: `waiting` says who hosts the store
+        raise
     except RuntimeError as error:  # each kind of store has its own
         waited = f"waited {timeout.total_seconds():.0f} s for {what}"
-        raise RuntimeError(f"{waited} ({str(error).splitlines()[0]})") from error
+        raise RankLost(f"{waited} ({str(error).splitlines()[0]})") from error
     return store.get(key).decode()
 
 

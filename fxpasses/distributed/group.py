@@ -6,6 +6,7 @@ What we need of `torch.distributed` internals. Checked on torch 2.11, 2.13 and 2
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fxpasses.config import nearest
+
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store]
+_connections = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +91,46 @@ def store_of(name: str) -> dist.Store:
     return dist.distributed_c10d._world.pg_map[process_group(name)][1]
 
 
+def second_connection(name: str, make: bool = True) -> dist.Store:
+    """A group's store for a thread that must not queue behind the main thread's waits in it.
+
+    A TCPStore serves one call at a time over its socket, so it is connected to once more. Other stores are
+    returned as they are: they wait without holding up others, and a second FileStore would count as one more
+    user of its file.
+
+    Args:
+        name: the group's.
+        make: connect, if this was not done before; otherwise the first connection must do.
+    """
+    group, store = process_group(name), store_of(name)
+    if make and group not in _connections and _is_tcp(store):
+        _connections[group] = store.clone()  # type: ignore[attr-defined]
+    return _connections.get(group, store)
+
+
+def _is_tcp(store: dist.Store) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore)
+
+
 def timeout_of(name: str) -> timedelta:
     """How long a group's collectives wait."""
+    return process_group(name)._get_backend(control_device(name)).options._timeout
+
+
+def is_fake(group: Group) -> bool:
+    """Whether the group's collectives do nothing (backend `fake`, for tests of many ranks in one process)."""
+    return group.name is not None and dist.get_backend(process_group(group.name)) == "fake"
+
+
+def control_device(name: str) -> torch.device:
+    """Where small tensors that the host reads are to live: the CPU, if the group can send from there."""
     group = process_group(name)
-    device = dist.distributed_c10d._get_object_coll_device(group)
-    return group._get_backend(torch.device(device)).options._timeout
+    cpu = torch.device("cpu")
+    if cpu in group._device_types:
+        return cpu
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
 def process_group(name: str) -> dist.ProcessGroup:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 from fxpasses.graph import TrainingGraph
 
 STAGES = ("joint", "backward")
-# What the process group decides, not the user. `layout`: names of all parameters that take part on some rank, in
-# the order in which every rank sends them; None where the ranks' graphs agree by themselves.
+# What the process group decides, not the user. `layout`: names of all parameters that take part on some rank,
+# in the order in which every rank sends them; None where the ranks' graphs agree by themselves.
 FROM_GROUP = ("group", "world", "rank", "layout")
 
 

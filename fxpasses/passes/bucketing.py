@@ -15,7 +15,6 @@ After DDP's reducer (Li et al., VLDB 2020, "PyTorch Distributed"), without its h
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import ClassVar
 
@@ -60,7 +59,7 @@ class Bucketing(Pass):
         assert self.mb is not None
         groups = assign(graph, self.mb * 2**20, self.layout)
         # Chosen before anything is inserted, so that buckets with one last gradient stand in order.
-        places = [_behind(node) for node in _last_gradients(graph, groups)]
+        places = [graph.behind(node) for node in _last_gradients(graph, groups)]
         flats = [
             self._flat(graph, index, group, place)
             for index, (group, place) in enumerate(zip(groups, places, strict=True))
@@ -160,16 +159,8 @@ def assign(
 def _last_gradients(graph: TrainingGraph, groups: list[list[Gradient]]) -> list[fx.Node]:
     """For each bucket the node behind which it is full, and so are all buckets before it."""
     positions = graph.positions()
-    lasts = (max((g.node for g in group), key=positions.__getitem__) for group in groups)
-    return list(itertools.accumulate(lasts, lambda a, b: max(a, b, key=positions.__getitem__)))
-
-
-def _behind(node: fx.Node) -> fx.Node:
-    """The first place behind `node` where code may stand."""
-    following = node.next
-    while following.op == "placeholder":
-        following = following.next
-    return following
+    lasts = [max((g.node for g in group), key=lambda n: positions[n]) for group in groups]
+    return [max(lasts[: i + 1], key=lambda n: positions[n]) for i in range(len(lasts))]
 
 
 def _physical_order(value: torch.Tensor) -> tuple[int, ...]:

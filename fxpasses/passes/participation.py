@@ -14,6 +14,7 @@ Where the ranks' graphs differ (`layout`), tangents can't be compared; then it i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -65,11 +66,16 @@ class Participation(Pass):
         return Report(changed=True, counts={"flags": flags})
 
 
-def tangent_sets(graph: TrainingGraph) -> list[frozenset[int]]:
+def tangent_sets(
+    graph: TrainingGraph, reach: Mapping[fx.Node, frozenset[int]] | None = None
+) -> list[frozenset[int]]:
     """The different sets of tangents that gradients, of parameters and of inputs, depend on, in a fixed
     order.
+
+    Args:
+        reach: `tangents_reaching(graph)`, where it is known already.
     """
-    reach = tangents_reaching(graph)
+    reach = tangents_reaching(graph) if reach is None else reach
     outputs = graph.outputs("gradient") + graph.outputs("input_gradient")
     found = {reach[node] for _, node, _ in outputs if isinstance(node, fx.Node)}
     return sorted(found - {frozenset()}, key=sorted)

@@ -150,6 +150,7 @@ def group_made_anew(rank: int, folder: str) -> str:
     dist.destroy_process_group()
     init = f"file://{folder}/again"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+    dist.barrier()  # no rank is gone before all have met
     try:
         compiled(torch.ones(1, 1)).sum().backward()
     except RuntimeError as error:

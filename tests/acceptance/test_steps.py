@@ -119,22 +119,3 @@ def frozen_then_unfrozen(rank: int) -> list:
 )
 def test_freezing_and_unfreezing():
     assert run_ranks(frozen_then_unfrozen, 2) == [[[None, 1.5], [1.5, 1.5], [None, 1.5]]] * 2
-
-
-def other_parameters_on_rank_1(rank: int) -> str:
-    a, b = line(), line()
-
-    def program(x: torch.Tensor) -> torch.Tensor:
-        return (a(x) + b(x) if rank == 0 else a(x)).sum()
-
-    try:
-        torch.compile(program, backend=BACKEND)(torch.ones(1, 1)).backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_with_different_programs_are_told_so_at_first_use():
-    for message in run_ranks(other_parameters_on_rank_1, 2):
-        assert "the model differs over the ranks: rank 0 has" in message
-        assert "rank 1 has" in message

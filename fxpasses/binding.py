@@ -1,0 +1,108 @@
+"""What a unit knows of the tensors that one module brings; one compiled unit may serve several modules."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from fxpasses.coverage import Reduced, reduced
+from fxpasses.distributed import first_use
+from fxpasses.distributed.agreement import halves
+from fxpasses.distributed.plans import Plan
+from fxpasses.runtimes import Runtime, owner_of, owns
+from fxpasses.unit import Unit, form_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """The tensors of one module, by the unit's names.
+
+    Attributes:
+        references: to the parameters and buffers that are inputs, in order.
+        reach: to those that the code can reach, whether this rank's graph uses them or not.
+        runtime: of the parameters; None without any.
+        region: identity of the code, over this module.
+        records: of the parameters whose gradients the backward reduces over several ranks.
+        plan: what a synchronising backward sends.
+        digest: two integers that stand for it.
+    """
+
+    references: list[weakref.ref[torch.Tensor]]
+    reach: Mapping[str, weakref.ref[torch.Tensor]]
+    runtime: Runtime | None
+    region: tuple[int, ...]
+    records: Mapping[str, Reduced]
+    plan: Plan
+    digest: tuple[int, int]
+
+    def is_of(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these are its inputs, and nothing has changed about whose they are."""
+        if self.runtime is not None and tensors and not owns(self.runtime, tensors[0]):
+            return False
+        return all(r() is t for r, t in zip(self.references, tensors, strict=True))
+
+    def reachable(self, name: str) -> torch.Tensor | None:
+        reference = self.reach.get(name)
+        return None if reference is None else reference()
+
+    def whole_plan(self) -> Plan:
+        """The plan, with what could take part."""
+        found = [(name, t) for name, r in self.reach.items() if (t := r()) is not None]
+        forms = [
+            form_of(name, t)
+            for name, t in found
+            if t.requires_grad or not isinstance(t, torch.nn.Parameter)
+        ]
+        return dataclasses.replace(self.plan, reachable=tuple(forms))
+
+
+def bind(
+    unit: Unit, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> Binding:
+    """What is known of the tensors of a call. On their first use they are made alike on all ranks.
+
+    Raises:
+        RuntimeError: when they differ over the ranks, or a rank does not come.
+    """
+    inputs = {**parameters, **buffers}
+    reach = _reach(unit, parameters)
+    reached = {n: t for n, t in reach.items() if isinstance(t, torch.nn.Parameter)}
+    trained: dict[str, torch.Tensor] = {**reached, **parameters}
+    owner = owner_of(trained, len(trained) if unit.scope.is_module else 0) if trained else None
+    everything = reach | inputs
+    instance: tuple[int, ...] = ()
+    if unit.group.size > 1:
+        instance = first_use.make_alike(unit.group, everything)
+    plan = unit.plan(instance)
+    region = (unit.region, *map(id, list(everything.values())[:1]))
+    if owner is not None:
+        owner.record_plan(region, plan.collectives)
+    names = {name for c in plan.collectives for name in c.parameters if unit.group.size > 1}
+    return Binding(
+        references=[weakref.ref(t) for t in inputs.values()],
+        reach={name: weakref.ref(t) for name, t in everything.items()},
+        runtime=owner,
+        region=region,
+        records={name: reduced(p) for name, p in parameters.items() if name in names},
+        plan=plan,
+        digest=halves(plan.digest()),
+    )
+
+
+def _reach(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the code can reach from this call's module. The unit knows the module that it was compiled for;
+    of another one, what `fxpasses.runtime` has been told of.
+    """
+    known = unit.scope.tensors()
+    if not parameters or any(known.get(name) is p for name, p in parameters.items()):
+        return known
+    for whole, parameter in owner_of(parameters).names().items():
+        for name, p in parameters.items():
+            if p is parameter and whole.endswith(name):
+                prefix = whole.removesuffix(name)
+                named = owner_of(parameters).names().items()
+                return {n.removeprefix(prefix): t for n, t in named if n.startswith(prefix)}
+    return {}

@@ -1,0 +1,55 @@
+"""In front of each synchronising backward the ranks agree on what they are about to send.
+
+One all-reduce of a few integers, the same size whatever the plan, so that ranks with different plans learn of
+it together, before the first payload. Then, and only then, whole plans are exchanged. Nothing goes through the
+store. Where the group has a backend for CPU tensors it carries these, so that no device is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from fxpasses.distributed.group import Group, control_device, process_group
+from fxpasses.distributed.plans import Plan, Union, reconcile
+
+LABEL = "fxpasses::agreement"  # in a profile
+
+_unions: dict[tuple[object, ...], Union] = {}  # by the digests of all ranks
+
+
+def agree(group: Group, digest: tuple[int, int], plan: Callable[[], Plan]) -> Union | None:
+    """None when all ranks are about to send the same; else what all of them send instead.
+
+    Args:
+        digest: two integers below 2**62 that stand for this rank's plan.
+        plan: asked for where the ranks differ.
+
+    Raises:
+        PlanMismatch: on all ranks.
+    """
+    assert group.name is not None
+    pg, device = process_group(group.name), control_device(group.name)
+    with torch.profiler.record_function(LABEL):
+        seen = torch.tensor([*digest, *(-d for d in digest)], device=device)
+        dist.all_reduce(seen, dist.ReduceOp.MAX, pg)
+        first, second, low_first, low_second = seen.tolist()
+    if (first, second) == (-low_first, -low_second):
+        return None
+    mine = torch.tensor(digest, device=device)
+    digests = [torch.empty_like(mine) for _ in range(group.size)]
+    dist.all_gather(digests, mine, pg)
+    key = (id(pg), *(tuple(d.tolist()) for d in digests))
+    if key not in _unions:  # on all ranks alike: each entry was made by all of them together
+        plans: list[Plan] = [plan()] * group.size
+        dist.all_gather_object(plans, plans[group.rank], pg)
+        _unions[key] = reconcile(plans)
+    return _unions[key]
+
+
+def halves(digest: bytes) -> tuple[int, int]:
+    """The two integers that stand for a digest."""
+    first, second = (int.from_bytes(digest[i : i + 8]) for i in (0, 8))
+    return first >> 2, second >> 2

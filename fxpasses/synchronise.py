@@ -1,0 +1,85 @@
+"""How a backward that is about to run communicates: not at all, as planned, or as the ranks agree anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from fxpasses import accumulation
+from fxpasses.binding import Binding
+from fxpasses.distributed.agreement import agree
+from fxpasses.distributed.group import is_fake
+from fxpasses.distributed.plans import Union
+from fxpasses.graph import BUFFER_STATE, StateSpec
+from fxpasses.unit import Unit
+from fxpasses.variants import LOCAL, SYNCHRONISE, TOTAL, Variant, pending_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How one backward runs.
+
+    Attributes:
+        variant: of the compiled backward.
+        pending: by parameter, what was accumulated in `.grad` and has been taken out of it.
+    """
+
+    variant: Variant
+    pending: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+def choose(
+    unit: Unit, binding: Binding, parameters: Mapping[str, torch.Tensor], backward: int
+) -> Way:
+    """Decide; over several ranks, together with all of them.
+
+    Args:
+        parameters: of this call, by name.
+        backward: identity of the call of `backward()`.
+
+    Raises:
+        PlanMismatch: on all ranks, where they can't agree.
+    """
+    if not unit.synchronises:
+        return Way(Variant())
+    owner = binding.runtime
+    if owner is not None and not owner.synchronises(backward, unit.hardening.accumulate):
+        return Way(Variant(LOCAL))
+    union = None
+    if unit.group.size > 1 and owner is not None and not is_fake(unit.group):
+        union = agree(unit.group, binding.digest, binding.whole_plan)
+    names = [n for n in unit.facts.gradients if accumulation.is_pending(parameters[n])]
+    mode = TOTAL if names else SYNCHRONISE
+    if union is None:
+        return Way(Variant(mode), _taken({name: parameters[name] for name in names}))
+    absent = _absent(unit, binding, union)
+    variant = Variant(mode, union, tuple(absent.values()), _buffers(binding, union))
+    taken = {name: parameters[name] for name in names}
+    taken |= {name: _found(binding, name) for name in absent}
+    return Way(variant, _taken(taken))
+
+
+def _taken(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    taken = {name: accumulation.take(p) for name, p in parameters.items()}
+    return {name: gradient for name, gradient in taken.items() if gradient is not None}
+
+
+def _absent(unit: Unit, binding: Binding, union: Union) -> dict[str, StateSpec]:
+    """What this rank has no gradient of, although others do."""
+    names = [form.name for form in union.parameters if form.name not in unit.facts.gradients]
+    return {name: pending_of(name, _found(binding, name)) for name in names}
+
+
+def _buffers(binding: Binding, union: Union) -> tuple[StateSpec, ...]:
+    found = [(form.name, _found(binding, form.name)) for form in union.buffers]
+    return tuple(
+        StateSpec(BUFFER_STATE, name, tuple(t.shape), t.dtype, t.device) for name, t in found
+    )
+
+
+def _found(binding: Binding, name: str) -> torch.Tensor:
+    tensor = binding.reachable(name)
+    assert tensor is not None, f"{name!r} was reachable when the ranks agreed"
+    return tensor

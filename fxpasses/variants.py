@@ -1,0 +1,77 @@
+"""The ways in which one backward may run: the same computation, with other communication.
+
+    synchronise   gradient ─────────────────▶ bucket ─▶ reduced
+    total         gradient + pending ───────▶ bucket ─▶ reduced     pending: accumulated in `.grad` so far
+    local         gradient ─────────────────────────▶ as it is      pending afterwards
+
+Where ranks' graphs differ, parameters that are absent from this rank's graph are added as gradients: zeros, or
+what is pending of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from fxpasses.distributed.plans import Union
+from fxpasses.graph import PENDING_STATE, Gradient, Role, StateSpec, TrainingGraph
+from fxpasses.rewrite import Provenance, splice
+
+SYNCHRONISE, TOTAL, LOCAL = "synchronise", "total", "local"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to run a backward.
+
+    Attributes:
+        mode: `"synchronise"`, `"total"` or `"local"`.
+        union: what the ranks agreed to send, where their graphs differ.
+        absent: for each parameter of the union that this rank's graph lacks, its pending gradient.
+        buffers: the union's buffers.
+    """
+
+    mode: str = SYNCHRONISE
+    union: Union | None = None
+    absent: tuple[StateSpec, ...] = ()
+    buffers: tuple[StateSpec, ...] = ()
+
+    @property
+    def layout(self) -> tuple[str, ...] | None:
+        """The agreed order of parameters; None where the ranks' graphs agree by themselves."""
+        return None if self.union is None else tuple(form.name for form in self.union.parameters)
+
+
+def pending_of(name: str, tensor: torch.Tensor) -> StateSpec:
+    """The input that holds what is pending of a parameter's gradient."""
+    return StateSpec(PENDING_STATE, name, tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+def prepare(graph: TrainingGraph, variant: Variant) -> None:
+    """Give a backward the inputs and outputs of a variant, before any pass sees it."""
+    if variant.mode == TOTAL:
+        for gradient in graph.gradients():
+            if gradient.node.meta["val"].numel():
+                _add_pending(graph, gradient)
+    for spec in variant.absent:
+        graph.add_output(graph.add_state(spec), Role("gradient", spec.parameter))
+    if variant.union is not None:
+        graph.module.meta["written_buffers"] = variant.buffers
+
+
+def _add_pending(graph: TrainingGraph, gradient: Gradient) -> None:
+    pending = graph.add_state(pending_of(gradient.parameter, gradient.node.meta["val"]))
+    total: fx.Node = splice(
+        graph,
+        graph.behind(gradient.node),
+        torch.add,
+        gradient.node,
+        pending,
+        name=f"total{gradient.index}",
+        provenance=Provenance(
+            "accumulation", "total", gradient.node.name, parameters=(gradient.parameter,)
+        ),
+    )
+    graph.set_output(gradient.index, total)
