@@ -86,7 +86,7 @@ def bind(
         reach={name: weakref.ref(t) for name, t in everything.items()},
         runtime=owner,
         region=region,
-        records={name: reduced(p) for name, p in parameters.items() if name in names},
+        records={name: reduced(p, unit.group) for name, p in parameters.items() if name in names},
         plan=plan,
         digest=halves(plan.digest()),
     )

@@ -20,6 +20,7 @@ from fxpasses import accumulation, aot
 from fxpasses.binding import Binding, bind
 from fxpasses.coverage import reduced
 from fxpasses.distributed.group import is_initialized, process_group
+from fxpasses.distributed.waiting import waiting
 from fxpasses.graph import BUFFER_STATE, PENDING_STATE, StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
 from fxpasses.state import STORE
@@ -121,7 +122,8 @@ class Calls:
         given = call.given_tangents()
         flags = self._flags(way, given)
         states = [_state(spec, call, way, flags) for spec in backward.states]
-        outputs = self._compiled[way.variant]([*_emptied(args), *states])
+        with waiting(self.unit.group, f"the backward of {self.unit.scope.code}"):
+            outputs = self._compiled[way.variant]([*_emptied(args), *states])
         took_part = self._took_part(backward, states, flags)
         outputs = self._drop_unused(way, outputs, given, took_part)
         if call.binding.runtime is not None:
@@ -137,7 +139,7 @@ class Calls:
         for spec, gradient in zip(way.variant.absent, outputs[own:], strict=True):
             if gradient is not None:
                 parameter = call.tensor(spec.parameter)
-                reduced(parameter).contributions += 1
+                reduced(parameter, self.unit.group).contributions += 1
                 _deliver(parameter, gradient)
         return outputs[:own]
 

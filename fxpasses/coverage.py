@@ -4,6 +4,9 @@ Dynamo runs eagerly what it can't capture (recurrent cells by default, modules w
 behind a graph break in an unsupported call). Gradients made there never pass through a compiled region, so
 nothing reduces them. An optimizer that holds parameters which compiled regions reduce over ranks is stopped
 before it steps on a gradient, of any of its parameters, that no region has contributed to since its last step.
+
+A parameter can be used both in a compiled region and outside (a tied head applied in the loss): its gradient
+then is reduced only in part. So at an optimizer's first step the ranks compare gradients, once.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpasses.accumulation import is_pending
-from fxpasses.distributed.group import several_ranks
+from fxpasses.distributed.alike import differing
+from fxpasses.distributed.group import Group, is_fake, several_ranks
 
 
 @dataclasses.dataclass
 class Reduced:
-    """What is known of a parameter: contributions of compiled regions so far, by rank-wide reduction."""
+    """What is known of a parameter: over which ranks compiled regions reduce its gradient, and how many have
+    contributed to it so far.
+    """
 
+    group: Group
     contributions: int = 0
 
 
@@ -42,9 +49,9 @@ _NOTHING_REDUCED = (
 )
 
 
-def reduced(parameter: torch.Tensor) -> Reduced:
+def reduced(parameter: torch.Tensor, group: Group) -> Reduced:
     """The record of a parameter whose gradients some compiled backward reduces over several ranks."""
-    return _reduced.setdefault(parameter, Reduced())
+    return _reduced.setdefault(parameter, Reduced(group))
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -60,6 +67,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         if not _reduced and several_ranks() and any(p.grad is not None for p in parameters):
             warnings.warn(_NOTHING_REDUCED, stacklevel=2)
         return
+    if optimizer not in _seen:
+        _check_alike(optimizer, parameters, records)
     seen = _seen.setdefault(optimizer, {})
     for index, (parameter, record) in enumerate(zip(parameters, records, strict=True)):
         gradient = parameter.grad
@@ -74,6 +83,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 "optimizer of its own and reduce its gradient there"
             )
         seen[index] = (weakref.ref(gradient), gradient._version, contributions)
+
+
+def _check_alike(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor],
+    records: list[Reduced | None],
+) -> None:
+    for group in dict.fromkeys(record.group for record in records if record is not None):
+        own = [record is not None and record.group == group for record in records]
+        gradients = [p.grad if mine else None for p, mine in zip(parameters, own, strict=True)]
+        what = "the comparison of gradients at an optimizer's first step"
+        index = None if is_fake(group) else differing(group, gradients, what)
+        if index is not None:
+            raise RuntimeError(
+                f"the gradient of {_place(optimizer, parameters[index])} differs over the ranks: a compiled "
+                "region reduced its part of it, and something else added to it, on each rank its own. Dynamo "
+                "may run other code that uses this parameter eagerly (TORCH_LOGS=graph_breaks), or the "
+                "program uses it outside of what is compiled; compile that as well"
+            )
 
 
 def _check_nothing_pending(optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ from fxpasses.binding import Binding
 from fxpasses.distributed.agreement import agree
 from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Union
+from fxpasses.distributed.waiting import waiting
 from fxpasses.graph import BUFFER_STATE, StateSpec
 from fxpasses.unit import Unit
 from fxpasses.variants import LOCAL, SYNCHRONISE, TOTAL, Variant, pending_of
@@ -49,7 +50,8 @@ def choose(
         return Way(Variant(LOCAL))
     union = None
     if unit.group.size > 1 and owner is not None and not is_fake(unit.group):
-        union = agree(unit.group, binding.digest, binding.whole_plan)
+        with waiting(unit.group, f"the agreement before the backward of {unit.scope.code}"):
+            union = agree(unit.group, binding.digest, binding.whole_plan)
     names = [n for n in unit.facts.gradients if accumulation.is_pending(parameters[n])]
     mode = TOTAL if names else SYNCHRONISE
     if union is None:

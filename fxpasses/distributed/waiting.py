@@ -11,6 +11,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from fxpasses.distributed.roll_call import GRACE_S, Roll, Sign, Signs, account
 _TICK_S = 1.0
 _LONG_S = 1.0  # from here on the other ranks are told of a wait
 _STORE_S = 5.0  # for the store to answer
+_ABOUT_RANKS = re.compile(r"gloo|nccl|timed? ?out|connection|peer|socket|store", re.IGNORECASE)
 
 
 class RankLost(RuntimeError):
@@ -93,8 +95,12 @@ _starting = threading.Lock()
 
 
 def _about_ranks(error: BaseException) -> bool:
-    """Whether other ranks may have caused it: gloo raises plain RuntimeErrors, NCCL and stores DistErrors."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+    """Whether other ranks may have caused it: NCCL and stores raise DistErrors, gloo plain RuntimeErrors, as
+    failing kernels do.
+    """
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and _ABOUT_RANKS.search(str(error)) is not None
+    )
 
 
 def _ask(function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:

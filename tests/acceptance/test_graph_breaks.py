@@ -224,3 +224,37 @@ def step_of_an_eager_model(rank: int) -> list[str]:
 def test_a_model_of_which_nothing_was_compiled_gets_a_warning():
     for messages in run_ranks(step_of_an_eager_model, 2):
         assert any("no compiled region has reduced a gradient" in message for message in messages)
+
+
+class HeadInTheLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(3, 2), nn.Linear(2, 2)
+
+    def forward(self, token: torch.Tensor) -> torch.Tensor:
+        return self.body(self.embedding(token))
+
+
+def tied_head_in_the_loss(rank: int, compiled_loss: bool) -> str:
+    model = HeadInTheLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden @ model.embedding.weight.T).logsumexp(-1).sum() * (rank + 1)
+
+    loss_of = torch.compile(loss_of, backend="hardened_aot_eager") if compiled_loss else loss_of
+    compiled = torch.compile(model, backend="hardened_aot_eager")
+    try:
+        for _ in range(2):
+            loss_of(compiled(torch.tensor([rank]))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_used_outside_as_well_stops_the_optimizer():
+    for message in run_ranks(tied_head_in_the_loss, 2, False):
+        assert "parameter 0 of group 0 (torch.float32[3, 2]) differs over the ranks" in message
+    assert run_ranks(tied_head_in_the_loss, 2, True) == ["", ""]
