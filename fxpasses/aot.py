@@ -7,7 +7,7 @@ autograd function that runs the two halves).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -146,6 +146,11 @@ def forward_metadata() -> Any:
 def backward_id() -> int:
     """Identity of the call of `backward()` that is running."""
     return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call this when the call of `backward()` that is running is over; what it raises, that call raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def autograd_clock() -> int:

@@ -105,6 +105,8 @@ class TrainingGraph:
             mode = getattr(node.meta.get("val"), "fake_mode", None)
             if mode is not None:
                 return mode
+        if "fake_mode" in self.module.meta:
+            return self.module.meta["fake_mode"]
         raise ValueError("the graph holds no fake tensor: trace it under a FakeTensorMode")
 
     @property
@@ -225,6 +227,15 @@ class TrainingGraph:
 
     def recompile(self) -> None:
         self.module.recompile()
+
+
+def empty_like(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph with no inputs and outputs yet, in the fake mode of another."""
+    graph = fx.Graph()
+    graph.output(()).meta["roles"] = ()
+    empty = fx.GraphModule(torch.nn.Module(), graph)
+    empty.meta["fake_mode"] = TrainingGraph(module).fake_mode
+    return empty
 
 
 def _identifier(name: str) -> str:

@@ -200,7 +200,12 @@ class Runtime:
         root = self.root
         if root._step_ended:
             root._step, root._step_ended = StepRecord(), False
-        root._step.add(StepRecord(1, len(plan), sum(c.bytes for c in plan)))
+        root._step.backwards += 1
+        root.record_collectives(plan)
+
+    def record_collectives(self, plan: tuple[PlannedCollective, ...]) -> None:
+        """Count what was sent in the step under way."""
+        self.root._step.add(StepRecord(0, len(plan), sum(c.bytes for c in plan)))
 
     def end_step(self) -> None:
         self.root._step_ended = True

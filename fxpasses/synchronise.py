@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fxpasses import accumulation
+from fxpasses import accumulation, leftovers
 from fxpasses.binding import Binding
 from fxpasses.distributed.agreement import agree
 from fxpasses.distributed.group import is_fake
@@ -47,20 +47,20 @@ def choose(
         return Way(Variant())
     owner = binding.runtime
     if owner is not None and not owner.synchronises(backward, unit.hardening.accumulate):
+        leftovers.note_local(binding)
         return Way(Variant(LOCAL))
+    leftovers.reduce_afterwards(unit, binding)
     union = None
     if unit.group.size > 1 and owner is not None and not is_fake(unit.group):
         with waiting(unit.group, f"the agreement before the backward of {unit.scope.code}"):
             union = agree(unit.group, binding.digest, binding.whole_plan)
-    names = [n for n in unit.facts.gradients if accumulation.is_pending(parameters[n])]
-    mode = TOTAL if names else SYNCHRONISE
+    pending = _taken({name: parameters[name] for name in unit.facts.gradients})
+    mode = TOTAL if pending else SYNCHRONISE
     if union is None:
-        return Way(Variant(mode), _taken({name: parameters[name] for name in names}))
+        return Way(Variant(mode), pending)
     absent = _absent(unit, binding, union)
-    variant = Variant(mode, union, tuple(absent.values()), _buffers(binding, union))
-    taken = {name: parameters[name] for name in names}
-    taken |= {name: _found(binding, name) for name in absent}
-    return Way(variant, _taken(taken))
+    pending |= _taken({name: _found(binding, name) for name in absent})
+    return Way(Variant(mode, union, tuple(absent.values()), _buffers(binding, union)), pending)
 
 
 def _taken(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

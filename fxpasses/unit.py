@@ -21,14 +21,14 @@ from fxpasses.distributed.group import Group, global_rank
 from fxpasses.distributed.plans import Form, Plan, PlannedCollective
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
-from fxpasses.graph import Role, StateSpec, TrainingGraph, tangents_reaching
+from fxpasses.graph import Role, StateSpec, TrainingGraph, empty_like, tangents_reaching
 from fxpasses.observers import CheckRules, Dump
 from fxpasses.passes.participation import tangent_sets
 from fxpasses.pipeline import Observer, Pipeline
 from fxpasses.rewrite import Provenance, model_line
 from fxpasses.schedule.order import Event, events_of
 from fxpasses.scope import Scope
-from fxpasses.variants import LOCAL, SYNCHRONISE, TOTAL, Variant, prepare
+from fxpasses.variants import LEFT, LOCAL, SYNCHRONISE, TOTAL, Variant, prepare
 
 _ids = itertools.count()
 
@@ -159,7 +159,7 @@ class Unit:
 
     def _make(self, variant: Variant) -> Backward:
         assert self._base is not None, "no backward was recorded"
-        module = copy.deepcopy(self._base)
+        module = empty_like(self._base) if variant.mode == LEFT else copy.deepcopy(self._base)
         prepare(TrainingGraph(module, self.decompositions), variant)
         pipeline = self.pipeline.local() if variant.mode == LOCAL else self.pipeline
         name = "backward" if variant == self.primary else f"backward-{variant.mode}"

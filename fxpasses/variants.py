@@ -3,6 +3,7 @@
     synchronise   gradient ─────────────────▶ bucket ─▶ reduced
     total         gradient + pending ───────▶ bucket ─▶ reduced     pending: accumulated in `.grad` so far
     local         gradient ─────────────────────────▶ as it is      pending afterwards
+    left                     pending ───────▶ bucket ─▶ reduced     no computation: what micro-batches left
 
 Where ranks' graphs differ, parameters that are absent from this rank's graph are added as gradients: zeros, or
 what is pending of them.
@@ -19,7 +20,7 @@ from fxpasses.distributed.plans import Union
 from fxpasses.graph import PENDING_STATE, Gradient, Role, StateSpec, TrainingGraph
 from fxpasses.rewrite import Provenance, splice
 
-SYNCHRONISE, TOTAL, LOCAL = "synchronise", "total", "local"
+SYNCHRONISE, TOTAL, LOCAL, LEFT = "synchronise", "total", "local", "left"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Variant:
     """A way to run a backward.
 
     Attributes:
-        mode: `"synchronise"`, `"total"` or `"local"`.
+        mode: `"synchronise"`, `"total"`, `"local"` or `"left"`.
         union: what the ranks agreed to send, where their graphs differ.
         absent: for each parameter of the union that this rank's graph lacks, its pending gradient.
         buffers: the union's buffers.

@@ -44,7 +44,7 @@ class Participation(Pass):
         flags = len(tangent_sets(graph) if self.layout is None else self.layout)
         if flags < 2 and self.layout is None:
             return Report(changed=False)
-        device = graph.inputs("tangent")[0][0].meta["val"].device
+        device = next(n for _, n, _ in graph.outputs() if n is not None).meta["val"].device
         spec = StateSpec(STATE_KIND, "", (flags,), torch.float32, device)
         launch = splice(
             graph,

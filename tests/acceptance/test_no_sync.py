@@ -266,6 +266,41 @@ def test_what_waits_of_a_parameter_that_only_others_use_is_reduced_with_theirs()
     assert run_ranks(absent_but_pending, 2) == [[3.0, 1.5]] * 2
 
 
+def left_behind(rank: int, asked: tuple[str, ...], x: tuple[float, ...]) -> tuple[list, list]:
+    """Micro-batches of a step use the parts of `asked[rank]` in turn; two steps."""
+    model = Choice()
+    steps = asked[rank].split()
+    compiled = torch.compile(model, backend=BACKEND, options={"accumulate": len(steps)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found, counts = [], []
+    for _ in range(2):
+        for names in steps:
+            with counted_all_reduces() as count:
+                compiled(torch.full((1, 1), x[rank]), names).sum().backward()
+            counts += count
+        found.append([None if p.grad is None else p.grad.item() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, counts
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("b a", "b a"),
+        ("ab a b a", "b b a a"),
+        ("b a", "a a"),  # left on one rank only
+        ("b a", "a b"),  # in the last micro-batch of the other
+    ],
+)
+def test_what_earlier_micro_batches_left_is_reduced_with_the_last(asked):
+    expected = [[sum((r + 1.0) * asked[r].count(n) for r in (0, 1)) / 2 for n in "ab"]] * 2
+    for found, counts in run_ranks(left_behind, 2, asked, (1.0, 2.0)):
+        assert found == expected
+        last = len(asked[0].split()) - 1
+        assert counts[:last] == [0] * last
+
+
 def local_statistics(rank: int) -> list[float]:
     model = nn.BatchNorm1d(1)
     compiled = torch.compile(model, backend=BACKEND)

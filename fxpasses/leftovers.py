@@ -1,0 +1,92 @@
+"""Gradients that local micro-batches left of parameters which the synchronising one does not use.
+
+A step of several micro-batches may use a parameter in the first and not in the last (layers that are dropped at
+random). So when a backward that synchronises is over, the ranks agree on what still waits, and reduce it by a
+graph of the same passes that has these gradients as its inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fxpasses import accumulation, aot
+from fxpasses.binding import Binding
+from fxpasses.coverage import reduced
+from fxpasses.distributed.agreement import agree, halves
+from fxpasses.distributed.group import is_fake
+from fxpasses.distributed.plans import Plan, Union
+from fxpasses.distributed.waiting import waiting
+from fxpasses.graph import PENDING_STATE, StateSpec
+from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
+from fxpasses.state import STORE
+from fxpasses.unit import Unit, form_of
+from fxpasses.variants import LEFT, Variant, pending_of
+
+_owing: set[tuple[int, ...]] = (
+    set()
+)  # regions with a local backward since their last synchronising one
+
+
+def note_local(binding: Binding) -> None:
+    """Say that a backward of this region did not synchronise."""
+    _owing.add(binding.region)
+
+
+def reduce_afterwards(unit: Unit, binding: Binding) -> None:
+    """Reduce what is left when the backward that is running, which synchronises, is over."""
+    if binding.region in _owing:
+        _owing.discard(binding.region)
+        aot.after_backward(lambda: _reduce(unit, binding))
+
+
+def _reduce(unit: Unit, binding: Binding) -> None:
+    union = _agreed(unit, binding)
+    if not union.parameters:
+        return
+    parameters = {form.name: binding.reachable(form.name) for form in union.parameters}
+    specs = tuple(pending_of(name, p) for name, p in parameters.items() if p is not None)
+    assert len(specs) == len(parameters), "what is left was reachable when the ranks agreed"
+    backward = unit.backward(Variant(LEFT, union, specs))
+    states = [_state(binding, spec) for spec in backward.states]
+    with waiting(unit.group, f"the reduction of what micro-batches of {unit.scope.code} left"):
+        gradients = backward.module(*states)
+    for spec, gradient in zip(specs, gradients, strict=True):
+        parameter = binding.reachable(spec.parameter)
+        assert parameter is not None
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if unit.group.size > 1:
+            reduced(parameter, unit.group).contributions += 1
+    if binding.runtime is not None:
+        binding.runtime.record_collectives(backward.collectives)
+
+
+def _agreed(unit: Unit, binding: Binding) -> Union:
+    found = {name: binding.reachable(name) for name in binding.reach}
+    left = {n: p for n, p in found.items() if p is not None and accumulation.is_pending(p)}
+    forms = tuple(form_of(name, parameter) for name, parameter in left.items())
+    code = f"what micro-batches of {unit.scope.code} left"
+    plan = Plan(code, binding.plan.instance, unit.pipeline.spec, (), forms)
+    union = None
+    if unit.group.size > 1 and not is_fake(unit.group):
+        with waiting(unit.group, f"the agreement on {code}"):
+            union = agree(
+                unit.group,
+                halves(plan.digest()),
+                lambda: dataclasses.replace(plan, reachable=binding.whole_plan().reachable),
+            )
+    return Union(forms, ()) if union is None else union
+
+
+def _state(binding: Binding, spec: StateSpec) -> torch.Tensor:
+    if spec.kind == PARTICIPATION:
+        return torch.ones(spec.shape, dtype=spec.dtype, device=spec.device)
+    parameter = binding.reachable(spec.parameter)
+    assert parameter is not None
+    if spec.kind != PENDING_STATE:
+        return STORE.get(parameter, spec)
+    pending = accumulation.take(parameter)
+    if pending is None:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+    return pending.contiguous()
