@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 REDUCTIONS = ("mean", "sum")
-WIRE_DTYPES = ("fp32", "bf16", "fp16")
+WIRE_DTYPES = PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Hardening:
         reduce: `"mean"` or `"sum"` of the gradients over the ranks.
         reduce_dtype: dtype on the wire, `"fp32"`, `"bf16"` or `"fp16"`; `None` keeps each gradient's own.
         bucket_mb: target size of a bucket in MiB (2**20 bytes) of gradient.
+        precision: dtype of products and what may follow them, `"fp32"` (as the program says), `"bf16"` or
+            `"fp16"`; parameters, gradients and outputs keep their dtypes.
+        precision_rules: mapping that overrides the table of operators: `{"aten.exp": "infer", "head.*":
+            "deny"}`, by operator or by a pattern for qualified module names.
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
@@ -41,6 +45,8 @@ class Hardening:
     reduce: str = "mean"
     reduce_dtype: str | None = None
     bucket_mb: float = 25.0
+    precision: str = "fp32"
+    precision_rules: Mapping[str, str] | str = ""
     accumulate: int = 1
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
@@ -52,6 +58,8 @@ class Hardening:
             _check_choice("reduce_dtype", self.reduce_dtype, WIRE_DTYPES)
         _check_positive_number("bucket_mb", self.bucket_mb)
         _check_count("accumulate", self.accumulate)
+        _check_choice("precision", self.precision, PRECISIONS)
+        object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
         for name in ("dump", "profile"):
@@ -108,6 +116,15 @@ def _check_positive_number(option: str, value: Any) -> None:
 def _check_count(option: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"option {option!r}: got {value!r}; expected a whole number, 1 or more")
+
+
+def _rules_text(rules: Any) -> str:
+    """The rules as they stand in a pipeline string."""
+    if isinstance(rules, str):
+        return rules
+    if not isinstance(rules, Mapping):
+        raise ValueError(f"option 'precision_rules': got {rules!r}; expected a mapping")
+    return ";".join(f"{pattern}={kind}" for pattern, kind in rules.items())
 
 
 def _check_process_group(value: Any) -> None:

@@ -89,7 +89,7 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
         ValueError: for an unknown pass or option, a broken contract, or a pipeline that would leave
             gradients unreduced although there are several ranks.
     """
-    text = _default(world) if hardening.passes is None else hardening.passes
+    text = _default(hardening, world) if hardening.passes is None else hardening.passes
     options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
     environment: dict[str, Any] = {**options, "group": group, "world": world, "rank": rank}
     pipeline = Pipeline(parse_pipeline(text)).bind(**environment)
@@ -107,10 +107,12 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
     return pipeline
 
 
-def _default(world: int) -> str:
+def _default(hardening: Hardening, world: int) -> str:
+    precision = ("cast",) if hardening.precision != "fp32" else ()
     if world == 1:
-        return ""
+        return ",".join(precision)
     lines = (
+        *precision,  # first, so that all others see the graph that will run
         "participation",  # looks at what each gradient depends on, so before buckets mix gradients
         "running_stats",  # its broadcast is small: in front of all payloads
         "bucketing",  # before whatever puts gradients on a wire

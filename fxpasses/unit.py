@@ -151,6 +151,15 @@ class Unit:
             self._tangents = [node for node, _ in graph.inputs("tangent")]
             return forward, self.backward(self.primary).module
 
+    def inference(self, module: fx.GraphModule) -> None:
+        """Run the joint passes over a graph that records no backward, in place."""
+        if not self.pipeline.stage("joint") or not aot.is_whole_joint(module):
+            return
+        with user_errors_visible():
+            outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+            aot.annotate_joint(module, outputs, self.input_roles)
+            self._run(self.pipeline, "joint", module, "inference")
+
     def backward(self, variant: Variant) -> Backward:
         """A variant of the backward, made when it is first asked for."""
         if variant not in self._backwards:
