@@ -5,8 +5,8 @@
 For each link and number of ranks: a step of each in turn, in the same processes; medians, and median and
 quartiles of the ratio of neighbouring steps. Then what it costs that ranks agree before a backward
 communicates, as shares of the step: `agreed` is the time inside `fxpasses::agreement` in profiled steps, the
-wait for the slowest rank's forward included ("n/a" if nothing has that label); `bare` is an all-reduce of as few
-bytes right behind a barrier.
+wait for the slowest rank's forward included ("n/a" if nothing has that label); `bare` is an all-reduce of as
+few bytes right behind a barrier.
 
 A link other than `loopback` is a rate as `tc` writes it; it needs root and iproute2.
 """
@@ -68,7 +68,7 @@ class Overhead:
         return statistics.median(self.ratio_by_round)
 
     def row(self) -> str:
-        low, _, high = statistics.quantiles(self.ratio_by_round, n=4)
+        low, _, high = statistics.quantiles(self.ratio_by_round, n=4, method="inclusive")
         times = f"{self.hardened_s * 1e3:11.1f} {self.ddp_s * 1e3:9.1f}"
         spread = f"{self.ratio:6.3f} {low:6.3f} - {high:.3f}"
         return f"{times} {spread} {_percent(self.agreed_share)} {_percent(self.bare_share)}"

@@ -75,7 +75,7 @@ def bind(
     reach = _reach(unit, parameters)
     reached = {n: t for n, t in reach.items() if isinstance(t, torch.nn.Parameter)}
     trained: dict[str, torch.Tensor] = {**reached, **parameters}
-    owner = owner_of(trained, len(trained) if unit.scope.is_module else 0) if trained else None
+    owner = owner_of(trained, _weight(unit, trained)) if trained else None
     everything = reach | inputs
     instance: tuple[int, ...] = ()
     if unit.group.size > 1:
@@ -95,6 +95,11 @@ def bind(
         plan=plan,
         digest=halves(plan.digest()),
     )
+
+
+def _weight(unit: Unit, trained: Mapping[str, torch.Tensor]) -> float:
+    """How much these names count: a bit less than those of a module of this size that a program names."""
+    return len(trained) - 0.5 if unit.scope.is_module else 0
 
 
 def _scaler(unit: Unit, owner: Runtime | None) -> Scaler | None:

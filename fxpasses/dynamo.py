@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,7 @@ def describe_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
     frame = InstructionTranslator.current_tx().output.root_tx
     code = frame.f_code
     variables = {k: v for k, v in frame.f_locals.items() if not k.startswith("___")}
-    variables |= {k: frame.f_globals[k] for k in code.co_names if k in frame.f_globals}
+    variables |= {k: frame.f_globals[k] for k in _global_names(code) if k in frame.f_globals}
     reader = _SourceReader({"L": frame.f_locals, "G": frame.f_globals})
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node in placeholders:
@@ -117,6 +119,15 @@ def _is_explicit_fp32(node: fx.Node) -> bool:
         return False
     given = (*node.args[1:], *node.kwargs.values())
     return node.target == "float" or (node.target in ("to", "type") and torch.float32 in given)
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """The globals that some code reads, in order. (`co_names` holds attributes too.)"""
+    instructions = dis.get_instructions(code)
+    return list(dict.fromkeys(i.argval for i in instructions if i.opname in _LOADS))
+
+
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 class _SourceReader:

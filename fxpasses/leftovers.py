@@ -37,11 +37,13 @@ def note_local(binding: Binding) -> None:
 def reduce_afterwards(unit: Unit, binding: Binding) -> None:
     """Reduce what is left when the backward that is running, which synchronises, is over."""
     if binding.region in _owing:
-        _owing.discard(binding.region)
         aot.after_backward(lambda: _reduce(unit, binding))
 
 
 def _reduce(unit: Unit, binding: Binding) -> None:
+    if binding.region not in _owing:
+        return  # the region ran twice in this backward
+    _owing.discard(binding.region)
     union = _agreed(unit, binding)
     if not union.parameters:
         return

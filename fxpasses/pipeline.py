@@ -151,4 +151,10 @@ def _check_contracts(passes: Sequence[Pass]) -> None:
                 f"option 'passes': {current.name!r} works on the {current.stage} graph and can't follow "
                 f"{passes[position - 1].name!r}, which works on the {passes[position - 1].stage} graph"
             )
+        behind = [p.name for p in passes[:position] if p.stage == current.stage and not p.local]
+        if current.local and behind and current.stage == "backward":
+            raise ValueError(
+                f"option 'passes': {current.name!r} runs in local backwards too and can't follow "
+                f"{behind[-1]!r}, which does not"
+            )
         provided |= current.provides

@@ -38,7 +38,7 @@ _TABLE = {
         "view reshape _unsafe_view permute t transpose expand squeeze unsqueeze slice select split "
         "split_with_sizes unbind cat stack clone alias detach contiguous getitem flip roll repeat "
         "as_strided constant_pad_nd slice_backward select_backward unfold max_pool2d_with_indices "
-        "_low_memory_max_pool_with_offsets"
+        "_low_memory_max_pool_with_offsets index index_select gather"
     ),
     # Listed for the reader: what is nowhere is denied as well.
     DENY: (
@@ -62,6 +62,9 @@ KEEPS_FP32 = {
 
 # Elementwise operators that bring inputs of different dtypes to the wider one themselves.
 PROMOTES = frozenset(["add", "sub", "mul", "div", "maximum", "minimum", "where"])
+
+# Operators whose result is the same whether a low value is brought to fp32 first.
+COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite"])
 
 Rules = tuple[tuple[str, str], ...]
 

@@ -61,7 +61,7 @@ class Runtime:
     def __init__(self) -> None:
         self._merged_into: Runtime | None = None
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → name
-        self._named_by = 0  # parameters of the module whose names are in use; 0: names of graphs
+        self._named_by = 0.0  # parameters of the module whose names are in use; 0: names of graphs
         self._plan: dict[Any, tuple[PlannedCollective, ...]] = {}  # by region
         self._step = StepRecord()
         self._step_ended = False
@@ -173,7 +173,7 @@ class Runtime:
         """The runtime that this one has become part of; itself at first."""
         return self if self._merged_into is None else self._merged_into.root
 
-    def adopt(self, named: Mapping[str, torch.Tensor], named_by: int = 0) -> None:
+    def adopt(self, named: Mapping[str, torch.Tensor], named_by: float = 0) -> None:
         """Make parameters this runtime's own.
 
         Args:
@@ -204,12 +204,11 @@ class Runtime:
 
     @contextlib.contextmanager
     def _asking(self, synchronise: bool) -> Iterator[None]:
-        asked = self.root._asked
-        asked.append(synchronise)
+        self.root._asked.append(synchronise)
         try:
             yield
         finally:
-            asked.pop()
+            self.root._asked.pop()  # it may have become part of another in between
 
     def synchronises(self, backward: int, accumulate: int) -> bool:
         """Whether a backward is to be reduced.
@@ -264,6 +263,8 @@ class Runtime:
         elif self._step_ended == other._step_ended:
             self._step.add(other._step)
         self._asked += other._asked
+        self._last_backward = max(self._last_backward, other._last_backward)
+        self._micro_batch = max(self._micro_batch, other._micro_batch)
         self._scaler = self._scaler or other._scaler
         self._loaded_scale = self._loaded_scale or other._loaded_scale
         other._merged_into = self
@@ -292,7 +293,7 @@ def runtime(x: Any) -> Runtime:
     return owner_of(named, named_by=len(named) if isinstance(x, torch.nn.Module) else 0)
 
 
-def owner_of(named: Mapping[str, torch.Tensor], named_by: int = 0) -> Runtime:
+def owner_of(named: Mapping[str, torch.Tensor], named_by: float = 0) -> Runtime:
     """The one runtime of these parameters; several that own some of them become one.
 
     Args:

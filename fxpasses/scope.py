@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+_DEPTH = 2  # of lists in lists; one may even hold itself
+
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
@@ -59,14 +61,18 @@ def scope_of(code: str, variables: Mapping[str, Any]) -> Scope:
     return Scope(owner + code, names, references, only)
 
 
-def _roots(variables: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+def _roots(
+    variables: Mapping[str, Any], depth: int = 0
+) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
     for label, value in variables.items():
         if isinstance(value, nn.Module | nn.Parameter):
             yield label, getattr(value, "_orig_mod", value)
+        elif depth == _DEPTH:
+            continue
         elif isinstance(value, list | tuple):
-            yield from _roots({f"{label}.{i}": v for i, v in enumerate(value)})
+            yield from _roots({f"{label}.{i}": v for i, v in enumerate(value)}, depth + 1)
         elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            yield from _roots({f"{label}.{k}": v for k, v in value.items()})
+            yield from _roots({f"{label}.{k}": v for k, v in value.items()}, depth + 1)
 
 
 def _outermost(roots: dict[str, nn.Module | nn.Parameter]) -> dict[str, nn.Module | nn.Parameter]:
@@ -87,8 +93,8 @@ def _tensors(root: nn.Module | nn.Parameter) -> Iterator[tuple[str, torch.Tensor
     if isinstance(root, nn.Parameter):
         yield "", root
         return
-    yield from root.named_parameters()
-    yield from root.named_buffers()
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        yield name.replace("_orig_mod.", ""), tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ A rule is a function from a graph to the nodes that break it, with what is wrong
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 
 import torch
@@ -35,11 +36,18 @@ def defined_before_use(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def has_value(graph: TrainingGraph) -> Iterator[Violation]:
-    """Each input, and each operator call whose result is used, has a fake value."""
+    """Each input, and each operator call whose result is used, has a fake value; of one of several results it
+    is that one's.
+    """
     for node in graph.graph.nodes:
         matters = node.op == "placeholder" or (node.op == "call_function" and node.users)
         if matters and "val" not in node.meta:
             yield node, "has no fake value (meta['val'])"
+        elif node.target is operator.getitem and node.users:
+            whole, index = node.args
+            value = whole.meta["val"][index]
+            if isinstance(value, torch.Tensor) and value.dtype != node.meta["val"].dtype:
+                yield node, f"is said to be {node.meta['val'].dtype}, but is {value.dtype}"
 
 
 def has_roles(graph: TrainingGraph) -> Iterator[Violation]:

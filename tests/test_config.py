@@ -25,7 +25,16 @@ def refused(options: dict) -> str:
 @pytest.mark.parametrize("options", [None, {}])
 def test_no_options_are_the_defaults(options):
     assert Hardening.from_options(options) == Hardening()
-    assert Hardening() == Hardening(None, "mean", None, 25.0, None, None, None)
+    assert Hardening() == Hardening(
+        process_group=None,
+        reduce="mean",
+        reduce_dtype=None,
+        bucket_mb=25.0,
+        accumulate=1,
+        passes=None,
+        dump=None,
+        profile=None,
+    )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -60,6 +69,12 @@ def test_a_key_that_is_no_string_is_refused():
         ("bucket_mb", True, "; expected a positive number"),
         ("bucket_mb", "25", "; expected a positive number"),
         ("bucket_mb", None, "; expected a positive number"),
+        ("accumulate", 0, "; expected a whole number, 1 or more"),
+        ("accumulate", -2, "; expected a whole number, 1 or more"),
+        ("accumulate", 2.0, "; expected a whole number, 1 or more"),
+        ("accumulate", True, "; expected a whole number, 1 or more"),
+        ("accumulate", "2", "; expected a whole number, 1 or more"),
+        ("accumulate", None, "; expected a whole number, 1 or more"),
         ("process_group", 3, "; expected a torch.distributed.ProcessGroup or its name"),
     ],
 )
@@ -97,6 +112,11 @@ def test_a_process_group_is_taken_by_object_and_by_name(fake_world):
 @given(st.floats(min_value=0, exclude_min=True, allow_infinity=False) | st.integers(1, 10**9))
 def test_any_positive_number_is_a_bucket_size(mb):
     assert Hardening.from_options({"bucket_mb": mb}).bucket_mb == mb
+
+
+@given(st.integers(min_value=1))
+def test_any_count_of_micro_batches_is_taken(count):
+    assert Hardening.from_options({"accumulate": count}).accumulate == count
 
 
 def test_an_integer_beyond_all_floats_is_a_positive_number():
@@ -142,6 +162,7 @@ def test_an_empty_profile_changes_nothing(tmp_path):
     [
         ("bucket_mbs = 3", "bucket_mbs'; did you mean 'bucket_mb'?"),
         ("bucket_mb = -3", "option 'bucket_mb': got -3; expected a positive number"),
+        ("accumulate = 1.5", "option 'accumulate': got 1.5; expected a whole number, 1 or more"),
         ('reduce = "men"', "option 'reduce': got 'men'; did you mean 'mean'?"),
         ("bucket_mb = ", "is not TOML"),
         (b"\xff\xfe", "is not TOML"),
@@ -183,6 +204,7 @@ def test_a_profile_is_a_path(path):
             "reduce": st.sampled_from(["mean", "sum"]),
             "reduce_dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
             "bucket_mb": st.floats(1e-6, 1e6),
+            "accumulate": st.integers(1, 2**31),
             "passes": st.sampled_from(["", "bucketing{mb=1},gradient_sync"]),
         },
     )

@@ -97,6 +97,79 @@ def test_passes_are_grouped_by_stage():
     assert pipeline.stage("backward") == (backward,)
 
 
+# What runs in a backward that does not synchronise
+
+
+def local(name: str, stage: str = "backward", **sets: Any) -> Pass:
+    """A pass that runs in every backward."""
+    made = contract(name, stage, **sets)
+    type(made).local = True
+    return made
+
+
+def ran(local_only: bool | None, *passes: Pass) -> list[str]:
+    """The passes that run of the stage `backward`, by name."""
+    done = Pipeline(passes).run("backward", doubled((3,)), local=local_only)
+    return [d.made_by.name for d in done]
+
+
+@pytest.mark.parametrize(
+    ("local_only", "names"),
+    [(None, ["late", "first", "second"]), (True, ["late"]), (False, ["first", "second"])],
+)
+def test_passes_are_local_only_if_they_say_so(local_only, names):
+    passes = (local("early", "joint"), local("late"), contract("first"), contract("second"))
+    assert ran(local_only, *passes) == names
+
+
+def test_observers_see_the_local_passes_alone_as_well():
+    late = local("late")
+    seen: list[tuple[Any, Pass | None]] = []
+    pipeline = Pipeline((late, contract("first"), contract("second")))
+    pipeline.run("backward", doubled((3,)), [lambda b, a, _: seen.append((b, a))], local=True)
+    assert seen == [(None, late), (Done(late, Report(changed=False)), None)]
+
+
+def test_of_the_passes_that_reduce_none_is_local():
+    pipeline = build(Hardening(), "0", WORLD, 0)
+    assert [p.local for p in pipeline.passes] == [False] * 4
+
+
+def test_a_local_pass_behind_one_that_is_not_is_refused(own_registry):
+    register_pass(type(local("needy", requires=["buckets"])))
+    said = build_refused(passes="bucketing,needy,gradient_sync")
+    assert "'needy' runs in local backwards too and can't follow 'bucketing'" in said
+
+
+# Binding
+
+
+def test_binding_fills_in_what_is_left_open():
+    pipeline = Pipeline((Participation(group="7"), Bucketing(mb=2)))
+    bound = pipeline.bind(layout=("a", "b"), group="0", world=WORLD)
+    assert bound.passes == (
+        Participation(group="7", layout=("a", "b")),
+        Bucketing(mb=2, layout=("a", "b")),
+    )
+    assert pipeline.passes == (Participation(group="7"), Bucketing(mb=2))
+
+
+def test_what_was_bound_once_stays():
+    pipeline = Pipeline((Bucketing(mb=2),)).bind(layout=("a",))
+    assert pipeline.bind(layout=("b",), bucket_mb=9.0) == pipeline
+
+
+def test_binding_nothing_changes_nothing():
+    pipeline = build(Hardening(), "0", WORLD, 0)
+    assert pipeline.bind() == pipeline.bind(layout=None) == pipeline
+
+
+def test_a_layout_is_no_part_of_the_spec():
+    """Ranks compare pipelines by it, before they agree on a layout."""
+    pipeline = build(Hardening(), "0", WORLD, 0)
+    assert pipeline.bind(layout=("a",)).spec == pipeline.spec
+
+
 # Building from options
 
 

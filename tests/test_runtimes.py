@@ -308,6 +308,156 @@ def test_parameters_that_no_runtime_owns_are_no_trouble():
     assert all(torch.equal(p, b - 1) for p, b in zip(model.parameters(), before, strict=True))
 
 
+def test_what_is_sent_besides_counts_in_the_step_under_way_and_is_no_backward():
+    found = Runtime()
+    found.record_backward((collective(numel=2),))
+    found.record_collectives((collective(numel=3), collective(numel=5)))
+    assert found.last_step == StepRecord(backwards=1, collectives=3, bytes=40)
+
+
+# Which backwards synchronise
+
+
+def micro_batches(found: Runtime, accumulate: int, count: int, first: int = 0) -> list[bool]:
+    """Whether each of `count` calls of `backward()` synchronises."""
+    answers = []
+    for backward in range(first, first + count):
+        answers.append(found.synchronises(backward, accumulate))
+        found.record_backward(())
+    return answers
+
+
+def test_without_accumulation_every_backward_synchronises():
+    assert micro_batches(Runtime(), 1, 3) == [True] * 3
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 5])
+def test_of_each_step_the_last_micro_batch_synchronises(accumulate):
+    expected = ([False] * (accumulate - 1) + [True]) * 3
+    assert micro_batches(Runtime(), accumulate, 3 * accumulate) == expected
+
+
+def test_several_graphs_of_one_backward_are_one_micro_batch():
+    found = Runtime()
+    backwards = [4, 4, 4, 5, 5, 9, 9, 12]
+    answers = [found.synchronises(backward, 2) for backward in backwards]
+    assert answers == [False] * 3 + [True] * 2 + [False] * 2 + [True]
+
+
+def test_a_step_that_ended_early_starts_over():
+    found = Runtime()
+    assert micro_batches(found, 3, 2) == [False] * 2
+    found.end_step()
+    assert micro_batches(found, 3, 3, first=2) == [False, False, True]
+
+
+def test_the_step_of_an_optimizer_starts_over():
+    model = mlp(3, 2)
+    found = trained(model)
+    assert micro_batches(found, 3, 1) == [False]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert micro_batches(found, 3, 3, first=1) == [False, False, True]
+
+
+def test_all_graphs_of_the_first_backward_of_a_step_are_one_micro_batch():
+    """The step ends in front of it, and is on record as ended until its first graph has run."""
+    found = Runtime()
+    micro_batches(found, 2, 1)
+    found.end_step()
+    assert [found.synchronises(7, 2), found.synchronises(7, 2)] == [False, False]
+    found.record_backward(())
+    assert [found.synchronises(7, 2), found.synchronises(8, 2)] == [False, True]
+
+
+def test_inside_no_sync_nothing_synchronises_but_micro_batches_count():
+    found = Runtime()
+    with found.no_sync():
+        assert micro_batches(found, 2, 3) == [False] * 3
+    assert micro_batches(found, 2, 2, first=3) == [True, False]
+
+
+def test_inside_sync_everything_synchronises_and_micro_batches_count():
+    found = Runtime()
+    with found.sync():
+        assert micro_batches(found, 3, 2) == [True] * 2
+    assert micro_batches(found, 3, 2, first=2) == [True, False]
+
+
+def test_the_innermost_context_counts():
+    found, answers = Runtime(), []
+
+    def ask() -> None:
+        answers.append(found.synchronises(len(answers), 1))
+
+    with found.no_sync():
+        ask()
+        with found.sync():
+            ask()
+            with found.no_sync(), found.no_sync():
+                ask()
+            ask()
+        ask()
+    ask()
+    assert answers == [False, True, False, True, False, True]
+
+
+def test_an_exception_leaves_every_context():
+    found = Runtime()
+    with pytest.raises(ZeroDivisionError), found.no_sync(), found.sync(), found.no_sync():
+        _ = 1 / 0
+    assert found.synchronises(0, 1)
+
+
+def test_a_context_that_was_made_and_not_entered_changes_nothing():
+    found = Runtime()
+    found.no_sync(), found.sync()
+    assert micro_batches(found, 2, 2) == [False, True]
+
+
+def test_a_context_is_that_of_one_model():
+    first, second = mlp(3, 2), mlp(3, 2)
+    with runtime(first).no_sync():
+        assert not runtime(first).synchronises(0, 1) and runtime(second).synchronises(0, 1)
+
+
+def merged() -> tuple[Runtime, Runtime]:
+    """Two runtimes that are one; the second was absorbed."""
+    first, second = Runtime(), Runtime()
+    first.absorb(second)
+    return first, second
+
+
+def test_a_runtime_that_was_absorbed_counts_with_the_whole():
+    first, second = merged()
+    answers = [(first, second)[i % 2].synchronises(i, 3) for i in range(6)]
+    assert answers == [False, False, True] * 2
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_context_of_either_of_two_that_became_one_holds_for_the_whole(asked):
+    found = merged()
+    with found[asked].no_sync():
+        assert [each.synchronises(i, 1) for i, each in enumerate(found)] == [False, False]
+    assert [each.synchronises(i, 1) for i, each in enumerate(found, 2)] == [True, True]
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_two_that_become_one_inside_a_context_stay_in_it(asked):
+    found = first, second = Runtime(), Runtime()
+    with found[asked].no_sync():
+        first.absorb(second)
+        assert [each.synchronises(i, 1) for i, each in enumerate(found)] == [False, False]
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_two_that_become_one_inside_a_context_leave_it_together(asked):
+    """The first graph over both runs inside of it."""
+    found = first, second = Runtime(), Runtime()
+    with found[asked].no_sync():
+        first.absorb(second)
+    assert [each.synchronises(i, 1) for i, each in enumerate(found)] == [True, True]
+
+
 # Plans
 
 
@@ -377,6 +527,20 @@ def test_a_runtime_that_was_absorbed_still_answers():
     one = owner_of({"a.weight": first.weight, "b.weight": second.weight})
     one.record_backward((collective(),))
     assert [found.last_step.backwards for found in held] == [1, 1]
+
+
+def test_names_are_those_of_the_whole():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    held = [runtime(first), runtime(second)]
+    owner_of({"a.weight": first.weight, "b.weight": second.weight})
+    runtime(nn.ModuleDict({"a": first, "b": second}))
+    whole = {
+        "a.weight": first.weight,
+        "a.bias": first.bias,
+        "b.weight": second.weight,
+        "b.bias": second.bias,
+    }
+    assert [found.names() for found in held] == [whole] * 2
 
 
 def test_a_graph_names_only_parameters_that_have_no_name_yet():

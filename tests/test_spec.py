@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable
 
@@ -59,6 +60,14 @@ def no_value(graph: TrainingGraph, group: str) -> fx.Node:
     add_call(graph, aten.abs.default, node)
     del node.meta["val"]
     return node
+
+
+def part_of_another_dtype(graph: TrainingGraph, group: str) -> fx.Node:
+    halves = add_call(graph, aten.split.Tensor, tangent_of(graph), 2)
+    part = add_call(graph, operator.getitem, halves, 0)
+    add_call(graph, aten.neg.default, part)
+    part.meta["val"] = part.meta["val"].to(torch.bfloat16)
+    return part
 
 
 def input_without_value(graph: TrainingGraph, group: str) -> fx.Node:
@@ -179,6 +188,11 @@ def cast_of_a_cast(graph: TrainingGraph, group: str) -> fx.Node:
 BREAKERS = [
     (use_before_definition, "defined_before_use", "uses 'mul' before it is defined"),
     (no_value, "has_value", "has no fake value (meta['val'])"),
+    (
+        part_of_another_dtype,
+        "has_value",
+        "is said to be torch.bfloat16, but is torch.float32",
+    ),
     (input_without_value, "has_value", "has no fake value (meta['val'])"),
     (input_without_role, "has_roles", "is an input with role None"),
     (unknown_input_kind, "has_roles", "is an input with role Role(kind='gradient', name='p0')"),

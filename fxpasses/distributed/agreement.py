@@ -17,7 +17,7 @@ from fxpasses.distributed.plans import Plan, Union, reconcile
 
 LABEL = "fxpasses::agreement"  # in a profile
 
-_unions: dict[tuple[object, ...], Union] = {}  # by the digests of all ranks
+_unions: dict[tuple[object, ...], Union] = {}  # by the digests of all ranks' whole plans
 
 
 def agree(group: Group, digest: tuple[int, int], plan: Callable[[], Plan]) -> Union | None:
@@ -38,13 +38,14 @@ def agree(group: Group, digest: tuple[int, int], plan: Callable[[], Plan]) -> Un
         first, second, low_first, low_second = seen.tolist()
     if (first, second) == (-low_first, -low_second):
         return None
-    mine = torch.tensor(digest, device=device)
+    whole = plan()
+    mine = torch.tensor(halves(whole.digest(reachable=True)), device=device)
     digests = [torch.empty_like(mine) for _ in range(group.size)]
     dist.all_gather(digests, mine, pg)
     key = (id(pg), *(tuple(d.tolist()) for d in digests))
     if key not in _unions:  # on all ranks alike: each entry was made by all of them together
-        plans: list[Plan] = [plan()] * group.size
-        dist.all_gather_object(plans, plans[group.rank], pg)
+        plans: list[Plan] = [whole] * group.size
+        dist.all_gather_object(plans, whole, pg)
         _unions[key] = reconcile(plans)
     return _unions[key]
 

@@ -18,7 +18,7 @@ TOLERANCE = (
 def differing(group: Group, tensors: Sequence[torch.Tensor | None], what: str) -> int | None:
     """The first tensor, by position, that is not the same on all ranks, by two sums over its elements.
 
-    One all-reduce of four float64 a tensor. None and non-finite tensors count as the same.
+    One all-reduce of four float64 a tensor. None and non-finite tensors count as zeros.
 
     Args:
         tensors: as many on each rank.
@@ -37,7 +37,7 @@ def _sums(tensor: torch.Tensor | None) -> torch.Tensor:
     """(sum, sum of magnitudes) and their negatives: the maximum over the ranks gives the minimum as well."""
     if tensor is None:
         return torch.zeros(4, dtype=torch.float64)
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     sums = torch.stack([values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)])
     sums = sums if sums.isfinite().all() else torch.zeros_like(sums)
     return torch.cat([sums, -sums]).cpu()

@@ -96,9 +96,14 @@ class Plan:
     buffers: tuple[Form, ...] = ()
     reachable: tuple[Form, ...] = ()
 
-    def digest(self) -> bytes:
-        """Equal on two ranks exactly if they will send the same."""
-        forms = [dataclasses.astuple(f)[:-1] for f in (*self.parameters, *self.buffers)]
+    def digest(self, reachable: bool = False) -> bytes:
+        """Equal on two ranks exactly if they will send the same.
+
+        Args:
+            reachable: count in what could take part.
+        """
+        tensors = (self.parameters, self.buffers, self.reachable if reachable else ())
+        forms = [[dataclasses.astuple(form)[:-1] for form in some] for some in tensors]
         wire = [c.on_the_wire() for c in self.collectives]
         text = repr((self.code, self.instance, self.passes, wire, forms))
         return hashlib.sha256(text.encode()).digest()
@@ -139,7 +144,7 @@ _SAME: tuple[tuple[str, Callable[[Plan], object]], ...] = (
     ("the pipeline", lambda p: p.passes),
     (
         "the list of the model's own collectives",
-        lambda p: [str(c) for c in p.collectives if c.made_by == "program"],
+        lambda p: [c.on_the_wire() for c in p.collectives if c.made_by == "program"],
     ),
 )
 
@@ -169,8 +174,8 @@ def _together(plans: Sequence[Plan], of: Callable[[Plan], Iterable[Form]]) -> tu
             if form.name not in here:
                 raise PlanMismatch(
                     f"rank {first} is about to send {form}, which does not take part on rank {rank} and can't "
-                    f"be found there in {plan.code}: it must be trained, and reachable from the module that "
-                    f"is compiled, on all ranks; {_first_difference(plans, first, rank)}"
+                    f"be found there in {plan.code}: it must be reachable from the module that is compiled, "
+                    f"and a parameter trained, on all ranks; {_first_difference(plans, first, rank)}"
                 )
             if not form.same_tensor(here[form.name]):
                 raise _clash(plans, first, form, rank, here[form.name])

@@ -58,8 +58,11 @@ class Bucketing(Pass):
     def run(self, graph: TrainingGraph) -> Report:
         assert self.mb is not None
         groups = assign(graph, self.mb * 2**20, self.layout)
-        # Chosen before anything is inserted, so that buckets with one last gradient stand in order.
-        places = [graph.behind(node) for node in _last_gradients(graph, groups)]
+        # Chosen before anything is inserted, so that buckets with one last gradient stand in order. With a
+        # common layout behind all else: the graphs differ, and so would what stands between the buckets.
+        places = [graph.behind(group[-1].node) for group in groups]
+        if self.layout is not None:
+            places = [graph.output_node] * len(groups)
         flats = [
             self._flat(graph, index, group, place)
             for index, (group, place) in enumerate(zip(groups, places, strict=True))
@@ -154,13 +157,6 @@ def assign(
             del filled[key]
     groups += open_groups.values()
     return sorted(groups, key=lambda group: order[group[-1].index])
-
-
-def _last_gradients(graph: TrainingGraph, groups: list[list[Gradient]]) -> list[fx.Node]:
-    """For each bucket the node behind which it is full, and so are all buckets before it."""
-    positions = graph.positions()
-    lasts = [max((g.node for g in group), key=lambda n: positions[n]) for group in groups]
-    return [max(lasts[: i + 1], key=lambda n: positions[n]) for i in range(len(lasts))]
 
 
 def _physical_order(value: torch.Tensor) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.precision import (
     ALLOW,
     CLEAR,
+    COMPARES,
     DENY,
     INFER,
     KEEPS_FP32,
@@ -93,15 +94,36 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
         if kind == ALLOW or (kind in (INFER, CLEAR) and _follows(node, lowered, low)):
             lowered.add(node)
     for node in reversed(kinds):  # what only leads to fp32 may as well compute in it
-        if kinds[node] == INFER and node in lowered and not node.users.keys() & lowered:
+        if kinds[node] == INFER and _only_leads_up(node, lowered):
             sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
             if len(sources) == 1:
                 lowered.discard(node)
+    for node in reversed(
+        kinds
+    ):  # of several that move parts of one value to fp32, the value is cast
+        if node in lowered and not _is_tuple(node):
+            parts = [u for u in node.users if kinds.get(u) == CLEAR and _only_leads_up(u, lowered)]
+            direct = any(user not in lowered for user in node.users)
+            if sum(map(_parts_of, parts)) + direct > 1:
+                lowered.difference_update(parts, *(p.users for p in parts if _is_tuple(p)))
     for node in reversed(kinds):  # what only moves values to products: cast in front of it, once
         moves = kinds[node] == CLEAR and _is_movement(node)
         if moves and node.users and all(user in lowered for user in node.users):
             lowered.add(node)
     return lowered
+
+
+def _only_leads_up(node: fx.Node, lowered: set[fx.Node]) -> bool:
+    """Whether nothing low reads it; of what returns several values, any of them."""
+    if node not in lowered:
+        return False
+    if _is_tuple(node):
+        return all(_only_leads_up(part, lowered) for part in node.users)
+    return not node.users.keys() & lowered
+
+
+def _parts_of(node: fx.Node) -> int:
+    return len(node.users) if _is_tuple(node) else 1
 
 
 def _kind(node: fx.Node, low: torch.dtype, rules: Any) -> str:
@@ -134,11 +156,11 @@ def _fits(node: fx.Node, low: torch.dtype) -> bool:
 
 
 def _follows(node: fx.Node, lowered: set[fx.Node], low: torch.dtype) -> bool:
-    """Whether all that it reads in fp32 will be low. Constants of one element don't count, if they fit."""
+    """Whether all that it reads in fp32 will be low. Small constants and masks don't count."""
     if operator_name(node) == "getitem":
         return node.args[0] in lowered
     read = [n for n in node.all_input_nodes if _dtype(n) in (torch.float32, low)]
-    values = [n for n in read if not _is_constant(n, low)]
+    values = [n for n in read if not _is_constant(n, low) and not _comes_from_mask(n)]
     return bool(values) and all(n in lowered or _dtype(n) == low for n in values)
 
 
@@ -155,6 +177,19 @@ def _is_constant(node: fx.Node, low: torch.dtype) -> bool:
     value = node.args[1] if operator_name(node) == "full" else node.args[0]
     fits = isinstance(value, int | float) and not torch.finfo(low).max < abs(value) < float("inf")
     return fits and node.meta["val"].numel() == 1
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Truth values as numbers."""
+    return _is_conversion(node) and _dtype(node.all_input_nodes[0]) == torch.bool
+
+
+def _comes_from_mask(node: fx.Node) -> bool:
+    """A mask, drawn or given, or a multiple of one (dropout's): it follows what it is multiplied with."""
+    name = operator_name(node)
+    if name in ("mul", "div") and len(node.all_input_nodes) == 1:
+        return _comes_from_mask(node.all_input_nodes[0])
+    return _is_mask(node) or name == "bernoulli"
 
 
 def _is_conversion(node: fx.Node) -> bool:
@@ -189,7 +224,10 @@ class _Casts:
         """Give a node that stays as it was fp32 in place of what has been lowered."""
         sources = [n for n in node.all_input_nodes if n in lowered and not _is_tuple(n)]
         sources = [n for n in sources if _dtype(n) == self._low]
-        if operator_name(node) in PROMOTES and _promotes(node, sources):
+        name = operator_name(node)
+        if (name in PROMOTES and _promotes(node, sources)) or (
+            name in COMPARES and _compares_low(node, self._low)
+        ):
             return
         for source in sources:
             node.replace_input_with(source, self._cast(source, torch.float32))
@@ -200,15 +238,15 @@ class _Casts:
         return self._made[source, dtype]
 
     def _make(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
-        constant = _is_constant(source, dtype)
-        self.count += not constant
+        constant, mask = _is_constant(source, dtype), _is_mask(source)
+        self.count += not (constant or mask)
         return splice(
             self._graph,
             self._graph.behind(source),
             (lambda x: torch.full((), _value(source), dtype=dtype, device=x.device))
             if constant
             else (lambda x: x.to(dtype)),
-            source,
+            source.all_input_nodes[0] if mask else source,
             name=f"{source.name}_{str(dtype).removeprefix('torch.')}",
             provenance=Provenance("cast", "cast", source.name, model_line(source)),
         )
@@ -219,6 +257,13 @@ def _promotes(node: fx.Node, sources: list[fx.Node]) -> bool:
     others = [n for n in node.all_input_nodes if n not in sources and _dtype(n) == torch.float32]
     most = max((n.meta["val"].dim() for n in sources), default=0)
     return any(n.meta["val"].dim() >= min(most, 1) for n in others)
+
+
+def _compares_low(node: fx.Node, low: torch.dtype) -> bool:
+    """Whether all that it reads is low, its numbers exactly so."""
+    numbers = [a for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
+    exact = all(torch.tensor(n, dtype=low).item() == n for n in numbers)
+    return exact and all(_dtype(n) == low for n in node.all_input_nodes)
 
 
 def _value(node: fx.Node) -> float:

@@ -17,23 +17,16 @@ import torch
 from torch import fx
 
 from fxpasses.graph import OVERFLOW_STATE, StateSpec, TrainingGraph
-from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.passes.base import Pass, Report
 from fxpasses.rewrite import Provenance, splice
 
 
 @dataclasses.dataclass(frozen=True)
 class Overflow(Pass):
-    """Environment: `world`, the number of ranks."""
-
-    world: int | None = from_environment("world")
+    """No options. Only synchronising backwards are checked: a local gradient is no one else's business yet."""
 
     name: ClassVar[str] = "overflow"
     stage: ClassVar[str] = "backward"
-
-    @property
-    def local(self) -> bool:  # type: ignore[override]
-        """Over several ranks only reduced gradients count: a local one is no one else's business yet."""
-        return self.world == 1
 
     def run(self, graph: TrainingGraph) -> Report:
         found = dict.fromkeys(_whole(g.node) for g in graph.gradients())

@@ -230,3 +230,56 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_an_error_on_all():
     for message in run_ranks(frozen_on_one_rank, 2):
         assert "rank 0 is about to send 'parts.b.weight'" in message
         assert "does not take part on rank 1" in message
+
+
+def small_buckets(rank: int) -> list[float | None]:
+    """Buckets that hold only absent parameters on one rank stand where they do on the others."""
+    model = Parts("ab")
+    compiled = torch.compile(model, backend=BACKENDS[0], options={"bucket_mb": 1e-6})
+    compiled(torch.full((1, 1), 4.0), ("ab", "b")[rank]).sum().backward()
+    return gradients(model)
+
+
+def test_a_bucket_of_absent_parameters_alone():
+    assert run_ranks(small_buckets, 2) == [[2.0, 4.0]] * 2
+
+
+def with_a_collective_of_its_own(rank: int) -> list[float | None]:
+    """An all-reduce of the model's own in the backward, between the gradients of `b` and `a`."""
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
+
+    model = Parts("ab")
+
+    def program(x: torch.Tensor, asked: str) -> torch.Tensor:
+        h = model.parts["a"](x) if "a" in asked else x
+        h = functional.all_gather_tensor_autograd(h, 0, dist.group.WORLD).sum(0, keepdim=True)
+        return model.parts["b"](h)
+
+    compiled = torch.compile(program, backend=BACKENDS[0])
+    x = torch.full((1, 1), 4.0, requires_grad=True)
+    compiled(x, ("ab", "b")[rank]).sum().backward()
+    return gradients(model)
+
+
+def test_the_models_own_collectives_stand_as_on_the_other_ranks():
+    # b sees 4 + 4; a's product reaches both losses, with derivative 4 each, on rank 0 alone
+    assert run_ranks(with_a_collective_of_its_own, 2) == [[4.0, 8.0]] * 2
+
+
+def frozen_after_a_union(rank: int) -> str:
+    model = Parts("ab")
+    compiled = torch.compile(model, backend=BACKENDS[0])
+    x = torch.ones(1, 1)
+    compiled(x, ("ab", "a")[rank]).sum().backward()
+    model.parts["b"].weight.requires_grad_(rank == 0)  # on rank 1 no graph notices
+    try:
+        compiled(x, ("ab", "a")[rank]).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_what_can_take_part_is_looked_at_again():
+    for message in run_ranks(frozen_after_a_union, 2):
+        assert "'parts.b.weight'" in message and "does not take part on rank 1" in message

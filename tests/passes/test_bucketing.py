@@ -13,7 +13,10 @@ from torch import fx, nn
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Report
 from fxpasses.passes.bucketing import Bucket, Bucketing, assign
+from fxpasses.passes.gradient_sync import GradientSync
 from tests.graphs import (
+    C10D,
+    WORLD,
     Zoo,
     add_call,
     backward_of,
@@ -30,8 +33,10 @@ aten = torch.ops.aten
 MIB = 2**20
 
 
-def bucketed(graph: TrainingGraph, bucket_bytes: float = 2**30) -> Report:
-    return checked(graph, Bucketing(mb=bucket_bytes / MIB))[0].report
+def bucketed(
+    graph: TrainingGraph, bucket_bytes: float = 2**30, layout: tuple[str, ...] | None = None
+) -> Report:
+    return checked(graph, Bucketing(mb=bucket_bytes / MIB, layout=layout))[0].report
 
 
 def flats_of(graph: TrainingGraph) -> list[fx.Node]:
@@ -368,6 +373,155 @@ def assert_well_filled(flats: list[fx.Node], numels: dict[str, int], bucket_byte
         assert sum(bucket.numels[:-1]) * value.element_size() < bucket_bytes
 
 
+# A layout that ranks agreed on, because their graphs differ
+
+
+def placed(graph: TrainingGraph) -> tuple[int, ...]:
+    """The indices of the buckets in the order in which they stand."""
+    return tuple(flat.meta["bucket"].index for flat in flats_of(graph))
+
+
+@pytest.mark.parametrize("layout", [("p2", "p0", "p1"), ("p1", "p2", "p0"), ("p0", "p1", "p2")])
+def test_buckets_follow_the_layout_whatever_order_gradients_are_made_in(layout):
+    graph = doubled((1,), (2,), (3,))
+    assert bucketed(graph, 1, layout).counts == {"buckets": 3, "gradients": 3}
+    assert contents(graph) == [(name,) for name in layout] and placed(graph) == (0, 1, 2)
+
+
+def test_within_a_bucket_gradients_follow_the_layout():
+    graph = doubled((1,), (2,), (3,))
+    inputs = random_inputs(graph)
+    before = execute(graph, inputs)
+    bucketed(graph, layout=("p2", "p0", "p1"))
+    (flat,) = flats_of(graph)
+    assert flat.meta["bucket"] == Bucket(0, ("p2", "p0", "p1"), (3, 1, 2), "")
+    assert_same(before, execute(graph, inputs))
+
+
+def test_what_the_layout_names_besides_is_no_part_of_a_bucket():
+    """Empty gradients are in it as well, and none is sent of them."""
+    graph = doubled((2,), (0, 3), (2,))
+    layout = ("p1", "p2", "p0")
+    assert bucketed(graph, layout=layout).counts == {"buckets": 1, "gradients": 2}
+    assert contents(graph) == [("p2", "p0")]
+
+
+def test_a_bucket_closes_by_the_layout():
+    graph = doubled(*[(4,)] * 5)
+    bucketed(graph, 32, ("p4", "p2", "p0", "p1", "p3"))
+    assert contents(graph) == [("p4", "p2"), ("p0", "p1"), ("p3",)]
+
+
+def test_buckets_of_several_dtypes_follow_the_layout_by_their_last_gradient():
+    graph = traced(
+        lambda a, b, c, d: (a * 2, b * 2, c * 2, d * 2),
+        *(torch.ones(4, dtype=d) for d in (torch.float32, torch.bfloat16) * 2),
+    )
+    bucketed(graph, layout=("p3", "p0", "p2", "p1"))
+    assert contents(graph) == [("p0", "p2"), ("p3", "p1")] and placed(graph) == (0, 1)
+
+
+def test_no_bucket_stands_before_one_with_a_smaller_index():
+    """Reversed, the first bucket is full last: all others wait for it."""
+    graph = backward_of(mlp(4, 4, 4, 4), torch.randn(2, 4))
+    made = sorted(graph.gradients(), key=lambda g: graph.positions()[g.node])
+    layout = tuple(g.parameter for g in reversed(made))
+    bucketed(graph, 1, layout)
+    assert contents(graph) == [(name,) for name in layout]
+    assert placed(graph) == tuple(range(6))
+
+
+def test_buckets_stand_behind_all_else_where_graphs_differ():
+    """What stands between them would be another thing on each rank."""
+    graph = backward_of(mlp(4, 4, 4), torch.randn(2, 4))
+    computed = list(graph.walk())[-1]
+    bucketed(graph, 1, ("2.weight", "0.weight", "2.bias", "0.bias"))
+    order = graph.positions()
+    assert all(order[flat] > order[computed] for flat in flats_of(graph))
+
+
+def test_launches_stand_in_the_order_of_the_buckets(fake_world):
+    graph = backward_of(mlp(4, 4, 4, 4), torch.randn(2, 4))
+    layout = tuple(sorted((g.parameter for g in graph.gradients()), reverse=True))
+    sync = GradientSync(group=fake_world, world=WORLD, reduce="mean")
+    checked(graph, Bucketing(mb=1e-9, layout=layout), sync)
+    launches = nodes_with(graph, C10D.all_reduce.default)
+    carried = [launch.meta["provenance"].parameters for launch in launches]
+    assert carried == [(name,) for name in layout]
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_with_a_layout_channels_last_is_flattened_in_logical_order(rank):
+    """Another rank's gradient may lie in memory in another way."""
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}[rank]
+    example = torch.ones(2, 3, *[4] * (rank - 2)).to(memory_format=memory_format)
+    graph = traced(lambda x: (x * 2,), example)
+    (tangent,) = random_inputs(graph)
+    bucketed(graph, layout=("p0",))
+    assert nodes_with(graph, aten.permute.default) == []
+    (gradient,) = execute(graph, [tangent])
+    assert torch.equal(gradient, tangent * 2) and gradient.is_contiguous()
+
+
+def test_with_a_layout_a_transposed_gradient_is_flattened_in_logical_order():
+    graph = traced(lambda x: ((x * 2).t(),), torch.ones(2, 3))
+    before = len(nodes_with(graph, aten.permute.default) + nodes_with(graph, aten.t.default))
+    bucketed(graph, layout=("p0",))
+    (flat,) = flats_of(graph)
+    after = len(nodes_with(graph, aten.permute.default) + nodes_with(graph, aten.t.default))
+    assert after == before == 1
+    x = torch.arange(6.0).view(2, 3)
+    interpreter = fx.Interpreter(graph.module, garbage_collect_values=False)
+    interpreter.run(x)
+    assert interpreter.env[flat].tolist() == [0.0, 6.0, 2.0, 8.0, 4.0, 10.0]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 2**30])
+def test_with_a_layout_a_model_of_many_forms_keeps_its_gradients(bucket_bytes):
+    graph = backward_of(Zoo(), Zoo.example())
+    inputs = random_inputs(graph)
+    before = execute(graph, inputs)
+    layout = tuple(sorted(g.parameter for g in graph.gradients()))
+    bucketed(graph, bucket_bytes, layout)
+    assert_same(before, execute(graph, inputs))
+    assert placed(graph) == tuple(range(len(flats_of(graph))))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_graphs_that_make_gradients_in_any_order_send_alike(data):
+    """Two ranks: the same parameters, made in different orders, some at the start as inputs."""
+    numels = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    layout = tuple(data.draw(st.permutations([f"p{i}" for i in range(len(numels))])))
+    bucket_bytes = data.draw(st.integers(1, 60))
+    sent = []
+    for _ in range(2):
+        order = data.draw(st.permutations(range(len(numels))))
+        given_in = data.draw(st.sets(st.sampled_from(range(len(numels)))))
+        sent.append(_sent(numels, layout, bucket_bytes, order, given_in))
+    assert sent[0] == sent[1]
+
+
+def _sent(
+    numels: list[int],
+    layout: tuple[str, ...],
+    bucket_bytes: int,
+    order: list[int],
+    given_in: set[int],
+) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """What the buckets of a rank hold, in the order in which they stand."""
+
+    def program(*xs: torch.Tensor) -> list[torch.Tensor]:
+        made = {i: xs[i] if i in given_in else xs[i] * 2 for i in order}
+        return [made[i] for i in range(len(xs))]
+
+    graph = traced(program, *(torch.ones(numel) for numel in numels))
+    bucketed(graph, bucket_bytes, layout)
+    assert placed(graph) == tuple(range(len(flats_of(graph))))
+    buckets = [flat.meta["bucket"] for flat in flats_of(graph)]
+    return [(bucket.parameters, bucket.numels) for bucket in buckets]
+
+
 # What it refuses
 
 
@@ -393,3 +547,6 @@ def test_the_contract():
     assert Bucketing().bind({"bucket_mb": 7.0}) == Bucketing(mb=7.0)
     assert Bucketing(mb=2).bind({"bucket_mb": 7.0}) == Bucketing(mb=2)
     assert Bucketing().spec == "bucketing" and Bucketing(mb=0.5).spec == "bucketing{mb=0.5}"
+    assert Bucketing(mb=1).bind({"layout": ("a",)}) == Bucketing(mb=1, layout=("a",))
+    assert Bucketing(layout=("a",)).spec == "bucketing"
+    assert not Bucketing.local

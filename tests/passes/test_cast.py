@@ -242,3 +242,44 @@ def test_numerics_are_within_the_bound_of_low_products(dtype):
         if isinstance(theirs, torch.Tensor):
             # Four products on the longest way, each with two rounded inputs and one rounded output.
             assert (ours - theirs).norm() <= 12 * eps * theirs.norm()
+
+
+# How casts are spared
+
+
+def test_a_comparison_reads_low_values_as_they_are():
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    graph = joint_of(lambda x: second(torch.where(first(x) > 0, first(x), 0.0)), torch.randn(3, 4))
+    checked(graph, cast())
+    compared = [n for n in graph.walk() if operator_name(n) == "gt"]
+    assert compared and all(n.args[0].meta["val"].dtype == torch.bfloat16 for n in compared)
+
+
+def test_a_comparison_with_a_number_that_bf16_rounds_is_done_in_fp32():
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    graph = joint_of(
+        lambda x: second(torch.where(first(x) > 0.1, first(x), 0.0)), torch.randn(3, 4)
+    )
+    checked(graph, cast())
+    compared = [n for n in graph.walk() if operator_name(n) == "gt"]
+    assert compared and all(n.args[0].meta["val"].dtype == torch.float32 for n in compared)
+
+
+def test_parts_of_one_value_are_cast_together():
+    layer = nn.Linear(4, 6, bias=False)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        a, b, c = layer(x).split(2, dim=1)
+        return (a.exp() + b.exp() + c.exp()).sum()
+
+    graph = joint_of(program, torch.randn(3, 4))
+    checked(graph, cast())
+    forward = [name for name, dtype in casts(graph) if dtype == torch.float32 and "mm" in name]
+    assert len(forward) == 1
+
+
+def test_elementwise_code_that_only_leads_to_fp32_computes_in_it():
+    layer = nn.Linear(4, 4, bias=False)
+    graph = joint_of(lambda x: (layer(x) * 2.0).exp().sum(), torch.randn(3, 4))
+    checked(graph, cast())
+    assert dtypes_of(graph, "mul") == {torch.float32}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from fxpasses.distributed.plans import Form, Union
 from fxpasses.effects import is_launch, is_wait
-from fxpasses.graph import Role, StateSpec, TrainingGraph
+from fxpasses.graph import Role, StateSpec, TrainingGraph, empty_like
 from fxpasses.passes.base import Report
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.participation import STATE_KIND, Participation, tangent_sets
+from fxpasses.variants import LEFT, Variant, pending_of, prepare
 from tests.graphs import (
     C10D,
     WORLD,
@@ -122,6 +125,54 @@ def test_a_graph_without_gradients_is_left_alone(fake_world):
     assert unchanged(graph, fake_world)
 
 
+# A layout that ranks agreed on, because their graphs differ
+
+
+def test_with_a_layout_there_is_a_flag_a_parameter(fake_world):
+    graph = two_heads()
+    layout = ("b.bias", "elsewhere", "a.weight", "a.bias", "b.weight")
+    done = checked(graph, Participation(group=fake_world, layout=layout))
+    assert done[0].report == Report(True, {"flags": 5})
+    ((state, _),) = graph.inputs("state")
+    assert state.meta["state"] == StateSpec(
+        STATE_KIND, "", (5,), torch.float32, torch.device("cpu")
+    )
+    (launch,) = (node for node in graph.walk() if is_launch(node))
+    assert launch.args == (state, "sum", fake_world) and tuple(launch.meta["val"].shape) == (5,)
+
+
+@pytest.mark.parametrize("layout", [("0.weight", "0.bias"), ("0.weight",), ()])
+def test_with_a_layout_a_graph_of_one_tangent_has_flags_too(fake_world, layout):
+    """It can't know whether the graph of another rank has one as well."""
+    graph = backward_of(mlp(3, 2), torch.randn(4, 3))
+    done = checked(graph, Participation(group=fake_world, layout=layout))
+    assert done[0].report == Report(True, {"flags": len(layout)})
+    assert [tuple(n.meta["val"].shape) for n, _ in graph.inputs("state")] == [(len(layout),)]
+
+
+def test_graphs_of_different_heads_have_the_same_flags(fake_world):
+    model, layout = TwoHeads(), ("a.weight", "a.bias", "b.weight", "b.bias")
+    payloads = []
+    for program in (model, lambda x: model.a(x), lambda x: model.b(x)):
+        graph = backward_of(program, torch.randn(4, 3))
+        checked(graph, Participation(group=fake_world, layout=layout))
+        ranks = Ranks(graph)
+        flags = torch.tensor([1.0, 0.0, 1.0, 0.0])
+        outputs = ranks.run_all([[*random_inputs(graph)[:-1], flags]] * WORLD)
+        assert [out[-1].tolist() for out in outputs] == [[4.0, 0.0, 4.0, 0.0]] * WORLD
+        payloads.append([tuple(payload.shape) for payload in ranks.payloads])
+    assert payloads == [[(4,)]] * 3
+
+
+def test_a_graph_of_nothing_but_what_waits_has_flags(fake_world):
+    graph = TrainingGraph(empty_like(two_heads().module))
+    forms = (Form("a", (2,), "float32"), Form("b", (3,), "float32"))
+    specs = tuple(pending_of(f.name, torch.empty(f.shape)) for f in forms)
+    prepare(graph, Variant(LEFT, Union(forms, ()), specs))
+    done = checked(graph, Participation(group=fake_world, layout=("a", "b")))
+    assert done[0].report == Report(True, {"flags": 2})
+
+
 # Numbers
 
 
@@ -159,3 +210,6 @@ def test_the_contract():
     assert Participation.preserves_numerics and Participation.provides == {"participation"}
     assert Participation().bind({"group": "7"}) == Participation(group="7")
     assert Participation(group="7").spec == "participation"
+    assert Participation().bind({"layout": ("a",)}) == Participation(layout=("a",))
+    assert Participation(layout=("a",)).spec == "participation"
+    assert not Participation.local
