@@ -192,10 +192,17 @@ class Calls:
         return [x if use else None for x, use in zip(outputs, used, strict=True)]
 
     def _begin_accumulation(self, call: _Call, outputs: Sequence[Any]) -> None:
-        for name, index in self.unit.facts.gradients.items():
-            if outputs[index] is not None:
-                reduce, world = self.unit.hardening.reduce, self.unit.group.size
-                accumulation.begin(call.parameters[name], reduce, world)
+        """Of all that the code can reach, `.grad` becomes this rank's share, not only of what gets a gradient
+        here: which that is may differ over the ranks, and a share counts only if all ranks have theirs.
+        """
+        gradients = self.unit.facts.gradients
+        for name in call.binding.reach:
+            parameter = call.binding.reachable(name)
+            if parameter is None:
+                continue  # gone since
+            gets_one = name in gradients and outputs[gradients[name]] is not None
+            if gets_one or parameter.grad is not None:
+                accumulation.begin(parameter, self.unit.hardening.reduce, self.unit.group.size)
 
     def _bind(
         self, parameters: dict[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor]

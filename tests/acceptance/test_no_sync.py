@@ -266,6 +266,27 @@ def test_what_waits_of_a_parameter_that_only_others_use_is_reduced_with_theirs()
     assert run_ranks(absent_but_pending, 2) == [[3.0, 1.5]] * 2
 
 
+def not_zeroed(rank: int, asked: tuple[str, ...], reduce: str) -> list[list]:
+    """Two steps of two micro-batches without `zero_grad` in between: `.grad` holds the first one's result."""
+    model = Choice()
+    compiled = torch.compile(model, backend=BACKEND, options={"accumulate": 2, "reduce": reduce})
+    found = []
+    for names in ("ab", asked[rank]):
+        for _ in range(2):
+            compiled(torch.full((1, 1), rank + 1.0), names).sum().backward()
+        found.append([p.grad.item() for p in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("asked", [("a", "a"), ("ab", "a"), ("b", "a")])
+def test_what_was_reduced_is_shared_out_on_all_ranks_or_on_none(asked, reduce):
+    share = {"mean": 0.5, "sum": 1.0}[reduce]
+    first = [2 * 3 * share] * 2
+    second = [6 * share + 2 * share * sum(r + 1 for r in (0, 1) if n in asked[r]) for n in "ab"]
+    assert run_ranks(not_zeroed, 2, asked, reduce) == [[first, second]] * 2
+
+
 def left_behind(rank: int, asked: tuple[str, ...], x: tuple[float, ...]) -> tuple[list, list]:
     """Micro-batches of a step use the parts of `asked[rank]` in turn; two steps."""
     model = Choice()

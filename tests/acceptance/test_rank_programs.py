@@ -37,8 +37,8 @@ import fxpasses
 import tests.multirank  # noqa: F401  (has the server that ranks are forked from load torch first)
 
 # What is not generated while it is off.
-UNION = False  # parts that are used on some ranks only
-ACCUMULATION = False  # no_sync() and the option `accumulate`
+UNION = True  # parts that are used on some ranks only
+ACCUMULATION = True  # no_sync() and the option `accumulate`
 # Batch norms in regions that may have no backward: nothing carries rank 0's running statistics there.
 STATISTICS_ALWAYS = False
 # Steps that find a gradient from before its part was frozen: it is taken for one that was not reduced.
