@@ -1,0 +1,46 @@
+"""Hypothesis strategies of graphs, worlds and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fxpasses.testing.synthetic import LAYOUTS, OPERATORS, GradientGraph, Leaf, Step
+
+WORLDS = st.integers(1, 8)
+SEEDS = st.integers(0, 2**16)
+_SIZES = st.sampled_from((2, 1, 3, 4, 0))
+_DTYPES = st.sampled_from(("float32", "bfloat16", "float64", "float16"))
+
+SHAPES = st.lists(_SIZES, max_size=3).map(tuple)
+LEAVES = st.builds(Leaf, SHAPES, _DTYPES, st.sampled_from(LAYOUTS))
+_POSITIONS = st.integers(0, 9)
+STEPS = st.builds(Step, st.sampled_from(OPERATORS), _POSITIONS, _POSITIONS)
+_BUFFERS = st.builds(Leaf, SHAPES, st.sampled_from(("float32", "int64", "float64", "bfloat16")))
+
+
+def gradient_graphs(max_steps: int = 6, max_gradients: int = 4) -> st.SearchStrategy[GradientGraph]:
+    """Backward graphs; they shrink towards one tangent that is nobody's gradient."""
+    return st.builds(
+        GradientGraph,
+        tangents=st.lists(LEAVES, min_size=1, max_size=3).map(tuple),
+        steps=st.lists(STEPS, max_size=max_steps).map(tuple),
+        gradients=st.lists(st.one_of(_POSITIONS, st.none()), max_size=max_gradients).map(tuple),
+        saved=st.lists(LEAVES, max_size=2).map(tuple),
+        input_gradients=st.lists(_POSITIONS, max_size=2).map(tuple),
+        buffers=st.lists(_BUFFERS, max_size=3).map(tuple),
+    )
+
+
+def environments(max_world: int = 8) -> st.SearchStrategy[dict[str, Any]]:
+    """What the backend's options and the process group give a pass."""
+    return st.fixed_dictionaries(
+        {
+            "world": st.integers(1, max_world),
+            "reduce": st.sampled_from(("mean", "sum")),
+            "reduce_dtype": st.sampled_from((None, "bf16", "fp16", "fp32")),
+            # MiB: everything in one bucket, each gradient in its own, and in between.
+            "bucket_mb": st.sampled_from((1.0, 1e-9, 2e-5, 5e-5)),
+        }
+    ).map(lambda found: {**found, "group": "world", "layout": None})
