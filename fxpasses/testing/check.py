@@ -1,4 +1,4 @@
-"""`check_pass`: run a pass through everything that has to hold of every pass, on graphs nobody wrote by hand."""
+"""`check_pass`: hold a pass to all that has to hold of every pass, on graphs that nobody wrote by hand."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from fxpasses.config import nearest
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass
 from fxpasses.registry import passes as known_passes
+from fxpasses.testing import strategies
 from fxpasses.testing.oracles import ORACLES, Oracle, OracleFailure, Run, run_pass
 from fxpasses.testing.oracles.base import copied
-Program = object
+from fxpasses.testing.program import Program
 from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph
 
@@ -63,12 +64,14 @@ def check_pass(
         _search(current, _programs(current.stage), count, every)
 
 
-def property_test(subject: type[Pass] | Pass, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def property_test(
+    subject: type[Pass] | Pass, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
     """As a decorator: the function below is one more oracle, and becomes a test.
 
-        @property_test(ClipGradients(limit=0.5))
-        def test_clipping(run):
-            assert "all_reduce" not in str(run.after.graph)
+    @property_test(ClipGradients(limit=0.5))
+    def test_clipping(run):
+        assert "all_reduce" not in str(run.after.graph)
     """
 
     def decorate(oracle: Callable[[Run], None]) -> Callable[[], None]:
@@ -99,6 +102,7 @@ def settings(examples: int, **others: Any) -> hypothesis.settings:
         derandomize=True,
         database=None,
         deadline=None,
+        report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
         phases=[p for p in hypothesis.Phase if p is not hypothesis.Phase.explain],
         **others,
@@ -128,7 +132,9 @@ def check_run(
     Args:
         source: has `build()` and `source()`, such as a `GradientGraph`.
     """
-    hypothesis.note(f"{source.source()}\n# pass {current.spec!r} with {dict(environment)}, seed {seed}")
+    hypothesis.note(
+        f"{source.source()}\n# pass {current.spec!r} with {dict(environment)}, seed {seed}"
+    )
     try:
         run = run_over(current, source.build(), environment, seed)
         for oracle in oracles:
@@ -179,7 +185,7 @@ def prerequisites(current: Pass) -> list[Pass]:
 
 @functools.cache
 def _programs(stage: str) -> st.SearchStrategy[Any]:
-    return programs().map(lambda program: _OfProgram(program, stage))
+    return strategies.programs().map(lambda program: _OfProgram(program, stage))
 
 
 class _OfProgram:
@@ -198,4 +204,11 @@ class _OfProgram:
         return repr(self._program)
 
 
-__all__ = ["GradientGraph", "check_pass", "check_run", "count_of_examples", "property_test", "settings"]
+__all__ = [
+    "GradientGraph",
+    "check_pass",
+    "check_run",
+    "count_of_examples",
+    "property_test",
+    "settings",
+]

@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from fxpasses.testing.program import INPUT_LAYOUTS, KINDS, SMALLEST_BATCH, Layer, Program
 from fxpasses.testing.synthetic import LAYOUTS, OPERATORS, GradientGraph, Leaf, Step
 
 WORLDS = st.integers(1, 8)
@@ -44,3 +45,39 @@ def environments(max_world: int = 8) -> st.SearchStrategy[dict[str, Any]]:
             "bucket_mb": st.sampled_from((1.0, 1e-9, 2e-5, 5e-5)),
         }
     ).map(lambda found: {**found, "group": "world", "layout": None})
+
+
+def programs(
+    max_layers: int = 4, kinds: tuple[str, ...] = tuple(KINDS)
+) -> st.SearchStrategy[Program]:
+    """Programs that torch captures in training mode; they shrink towards few small layers."""
+    layer = st.builds(Layer, st.sampled_from(kinds), st.integers(1, 3))
+    return st.lists(layer, max_size=max_layers).map(tuple).flatmap(_with_inputs)
+
+
+def _with_inputs(layers: tuple[Layer, ...]) -> st.SearchStrategy[Program]:
+    smallest = max([SMALLEST_BATCH.get(layer.kind, 0) for layer in layers], default=0)
+    batches = [batch for batch in (2, 3, 1, 0) if batch >= smallest]
+    return st.builds(
+        _program,
+        st.just(layers),
+        st.sampled_from(batches),
+        st.integers(1, 4),
+        st.sampled_from(INPUT_LAYOUTS),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 3),
+    )
+
+
+def _program(
+    layers: tuple[Layer, ...],
+    batch: int,
+    width: int,
+    layout: str,
+    dynamic: bool,
+    grad_input: bool,
+    seed: int,
+) -> Program:
+    # Sizes of zero and one are always constants to torch.
+    return Program(layers, batch, width, layout, dynamic and batch > 1, grad_input, seed)
