@@ -15,7 +15,7 @@ from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass
 from fxpasses.registry import passes as known_passes
 from fxpasses.testing import strategies
-from fxpasses.testing.oracles import ORACLES, Oracle, OracleFailure, Run, run_pass
+from fxpasses.testing.oracles import ORACLES, Oracle, Run, run_pass
 from fxpasses.testing.oracles.base import copied
 from fxpasses.testing.program import Program
 from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
@@ -132,17 +132,13 @@ def check_run(
     Args:
         source: has `build()` and `source()`, such as a `GradientGraph`.
     """
-    hypothesis.note(
-        f"{source.source()}\n# pass {current.spec!r} with {dict(environment)}, seed {seed}"
-    )
     try:
         run = run_over(current, source.build(), environment, seed)
         for oracle in oracles:
             oracle(run)
-    except OracleFailure:
-        raise
     except Exception as error:
-        error.add_note(f"while pass {current.spec!r} was checked")
+        where = f"pass {current.spec!r} with {dict(environment)}, seed {seed}"
+        error.add_note(f"{where}, over\n\n{source.source()}")
         raise
     return run
 

@@ -397,7 +397,7 @@ def variants_as_promised(examples: int) -> None:
         expected = [f"pending/{p}" for p in added] + [s.name for s in specs]
         assert [r.name for _, r in graph.inputs("state")] == list(dict.fromkeys(expected))
         forms = {g.parameter: g.node.meta["val"] for g in before.gradients()}
-        for node, role in graph.inputs("state"):
+        for node, _ in graph.inputs("state"):
             own = forms.get(node.meta["state"].parameter)
             assert (
                 node.meta["state"].kind == "pending"
