@@ -25,6 +25,8 @@ EXAMPLES_VARIABLE = "FXPASSES_EXAMPLES"
 DEFAULT_EXAMPLES = 200
 # A program is captured in a second or so, a gradient graph made in milliseconds.
 EXAMPLES_TO_A_PROGRAM = 25
+# Explanations would run everything once more.
+PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
 
 
 def check_pass(
@@ -104,7 +106,7 @@ def settings(examples: int, **others: Any) -> hypothesis.settings:
         deadline=None,
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[p for p in hypothesis.Phase if p is not hypothesis.Phase.explain],
+        phases=PHASES,
         **others,
     )
 

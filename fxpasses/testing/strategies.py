@@ -12,16 +12,18 @@ from fxpasses.testing.synthetic import LAYOUTS, OPERATORS, GradientGraph, Leaf, 
 WORLDS = st.integers(1, 8)
 SEEDS = st.integers(0, 2**16)
 _SIZES = st.sampled_from((2, 1, 3, 4, 0))
-_DTYPES = st.sampled_from(("float32", "bfloat16", "float64", "float16"))
+# Twice and more: what should happen often, for buckets of several gradients and layouts that differ.
+_DTYPES = st.sampled_from(("float32", "float32", "float32", "bfloat16", "float64", "float16"))
+_USUAL_SHAPES = st.sampled_from(((2, 3), (3, 2), (2, 3, 2), (4,), ()))
 
-SHAPES = st.lists(_SIZES, max_size=3).map(tuple)
+SHAPES = st.one_of(_USUAL_SHAPES, st.lists(_SIZES, max_size=3).map(tuple))
 LEAVES = st.builds(Leaf, SHAPES, _DTYPES, st.sampled_from(LAYOUTS))
 _POSITIONS = st.integers(0, 9)
 STEPS = st.builds(Step, st.sampled_from(OPERATORS), _POSITIONS, _POSITIONS)
 _BUFFERS = st.builds(Leaf, SHAPES, st.sampled_from(("float32", "int64", "float64", "bfloat16")))
 
 
-def gradient_graphs(max_steps: int = 6, max_gradients: int = 4) -> st.SearchStrategy[GradientGraph]:
+def gradient_graphs(max_steps: int = 6, max_gradients: int = 5) -> st.SearchStrategy[GradientGraph]:
     """Backward graphs; they shrink towards one tangent that is nobody's gradient."""
     return st.builds(
         GradientGraph,
@@ -42,7 +44,7 @@ def environments(max_world: int = 8) -> st.SearchStrategy[dict[str, Any]]:
             "reduce": st.sampled_from(("mean", "sum")),
             "reduce_dtype": st.sampled_from((None, "bf16", "fp16", "fp32")),
             # MiB: everything in one bucket, each gradient in its own, and in between.
-            "bucket_mb": st.sampled_from((1.0, 1e-9, 2e-5, 5e-5)),
+            "bucket_mb": st.sampled_from((1.0, 3e-5, 1e-9, 6e-5)),
         }
     ).map(lambda found: {**found, "group": "world", "layout": None})
 

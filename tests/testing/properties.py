@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from fxpasses.distributed.plans import Form, Union
 from fxpasses.effects import is_launch, is_wait
 from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass
@@ -219,11 +220,11 @@ def division_of_the_mean(run: Run) -> None:
     """The mean divides what is sent, so that the sum of large numbers does not overflow, and never more."""
     current = run.current
     assert isinstance(current, GradientSync)
-    divisions = [n for n in run.after.walk() if "div" in str(n.target)]
+    divisions = [n for n in _new(run) if "div" in str(n.target)]
     assert bool(divisions) == (
         current.reduce == "mean" and run.world > 1 and bool(run.reports[0].counts["all_reduces"])
     )
-    casts = [n for n in run.after.walk() if "to_copy" in str(n.target) and "provenance" in n.meta]
+    casts = [n for n in _new(run) if "to_copy" in str(n.target)]
     flats = [n for n in run.before.walk() if "bucket" in n.meta]
     own = [_producer(run, f.meta["bucket"].parameters[0]).meta["val"].dtype for f in flats]
     needed = [x for x in own if current.dtype and x != WIRE[current.dtype]]
@@ -391,7 +392,9 @@ def variants_as_promised(examples: int) -> None:
         specs = tuple(
             pending_of(f"absent{i}.weight", leaf.empty()) for i, leaf in enumerate(absent)
         )
-        prepare(graph, Variant(mode, absent=specs))
+        union = Union((), ()) if absent else None
+        prepare(graph, Variant(mode, union, specs, specs[:1]))
+        assert graph.written_buffers == (specs[:1] if absent else before.written_buffers)
         check_rules(graph, "prepare")
         added = [g.parameter for g in before.gradients() if numel(g)] if mode == TOTAL else []
         expected = [f"pending/{p}" for p in added] + [s.name for s in specs]
@@ -538,6 +541,13 @@ def _computes(
     assert all(bitwise(p, q) for p, q in zip(found, expected, strict=True)), (
         "computes something else"
     )
+
+
+def layout_of_a_variant() -> None:
+    """The agreed order is the union's; without one the graphs agree by themselves."""
+    form = Form("a", (2,), "float32")
+    assert Variant().layout is None and Variant(TOTAL, Union((), (form,))).layout == ()
+    assert Variant(union=Union((form, Form("b", (), "float32")), ())).layout == ("a", "b")
 
 
 def splice_refuses_tensors() -> None:

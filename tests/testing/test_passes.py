@@ -33,6 +33,7 @@ def test_several(search):
     "check",
     [
         properties.mean_keeps_large_numbers,
+        properties.layout_of_a_variant,
         properties.splice_refuses_tensors,
         properties.splice_takes_branches,
         properties.model_lines,
