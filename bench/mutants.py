@@ -205,8 +205,9 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         return [lambda search=search: search(examples) for search in found]  # type: ignore[misc]
 
     own: dict[str, list[Callable[[], None]]] = {
-        "bucketing": [holds("bucketing"), *searches(p.layouts)],
-        "gradient_sync": [p.mean_keeps_large_numbers, holds("gradient_sync"), *searches(p.overlap_changes_nothing)],
+        "bucketing": [holds("bucketing"), *searches(p.bucket_limits, p.layouts)],
+        "gradient_sync": [p.mean_keeps_large_numbers, holds("gradient_sync"),
+            holds("gradient_sync_at_once"), *searches(p.overlap_changes_nothing)],
         "participation": [holds("participation"), *searches(p.layouts)],
         "running_stats": [holds("running_stats")],
         "rewrite": [

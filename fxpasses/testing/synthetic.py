@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from fxpasses.graph import BUFFER_STATE, Role, StateSpec, TrainingGraph
 
 aten = torch.ops.aten
-LAYOUTS = ("contiguous", "transposed", "strided", "expanded")
+LAYOUTS = ("contiguous", "transposed", "rotated", "strided", "expanded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,11 @@ class Leaf:
     layout: str = "contiguous"
 
     def stride(self) -> tuple[int, ...]:
-        order = range(len(self.shape))
+        order = list(range(len(self.shape)))
         if self.layout == "transposed":
-            order = range(len(self.shape) - 1, -1, -1)
+            order.reverse()
+        if self.layout == "rotated":  # from three dimensions on, not its own inverse
+            order = order[1:] + order[:1]
         step = 2 if self.layout == "strided" else 1
         strides = dict.fromkeys(order, 0)
         for dimension in reversed(order):

@@ -23,6 +23,7 @@ def test_pass(name):
         properties.variants_as_promised,
         properties.splice_inlines,
         properties.layouts,
+        properties.bucket_limits,
     ],
 )
 def test_several(search):

@@ -36,14 +36,17 @@ def effects_survive(run: Run) -> None:
 
 
 def no_dead_code(run: Run) -> None:
-    """A pass leaves nothing behind that nobody needs."""
-    known = {node.name for node in run.before.graph.nodes}
-    lean = copied(run.after)
+    """A pass leaves nothing behind that nobody needs: nothing of its own, and nothing that it took the use of."""
+    idle_before = _idle(run.before)
+    for name in _idle(run.after) - idle_before:
+        node = next(n for n in run.after.walk() if n.name == name)
+        fail("no_dead_code", run, "is left and nothing uses it", node)
+
+
+def _idle(graph: TrainingGraph) -> set[str]:
+    lean = copied(graph)
     lean.eliminate_dead_code()
-    kept = {node.name for node in lean.graph.nodes}
-    for node in run.after.walk():
-        if node.name not in known and node.name not in kept:
-            fail("no_dead_code", run, "is new and nothing uses it", node)
+    return {n.name for n in graph.walk()} - {n.name for n in lean.walk()}
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
