@@ -310,10 +310,13 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=60, help="drawn graphs for each property")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for a mutant")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--every", type=int, default=1, help="one of so many of those made by rule")
     parser.add_argument("--list", action="store_true", help="print their names and stop")
     options = parser.parse_args()
     chosen = options.modules.split(",")
-    mutants = [m for module in chosen for m in (*by_hand(module), *by_rule(module))]
+    mutants = [m for module in chosen for m in by_hand(module)]
+    ruled = [m for module in chosen for m in by_rule(module)]
+    mutants += ruled[:: options.every]
     mutants = [m for m in mutants if options.only in m.name]
     if options.list:
         print("\n".join(m.name for m in mutants))

@@ -113,7 +113,9 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
         "gradient_sync",
         "sends twice",
         'node.meta["reduces"] = True',
-        "node.meta[\"reduces\"] = True; splice(graph, node.next, launch, list(node.args[0].args[0]) if node.args[0].target is torch.ops.aten.cat.default else [node.args[0]], name='again', provenance=self._origin(flat, 'launch'))",
+        'node.meta["reduces"] = True; again = node.args[0]; splice(graph, node.next, '
+        'lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", group), again, '
+        'name="again", provenance=self._origin(flat, "launch"))',
     ),
     # bucketing
     (
@@ -381,4 +383,6 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     ),
 )
 
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "gradient_sync by hand: buckets backwards": "a launch stands behind its own bucket, whichever is made first",
+}

@@ -36,7 +36,7 @@ def effects_survive(run: Run) -> None:
 
 
 def no_dead_code(run: Run) -> None:
-    """A pass leaves nothing behind that nobody needs: nothing of its own, and nothing that it took the use of."""
+    """A pass leaves nothing behind that nobody needs: of its own, or because it took the last use away."""
     idle_before = _idle(run.before)
     for name in _idle(run.after) - idle_before:
         node = next(n for n in run.after.walk() if n.name == name)
