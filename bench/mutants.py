@@ -205,7 +205,7 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         return [lambda search=search: search(examples) for search in found]  # type: ignore[misc]
 
     own: dict[str, list[Callable[[], None]]] = {
-        "bucketing": [holds("bucketing"), *searches(p.bucket_limits, p.layouts)],
+        "bucketing": [holds("bucketing"), *searches(p.bucket_layouts, p.bucket_limits, p.layouts)],
         "gradient_sync": [p.mean_keeps_large_numbers, holds("gradient_sync"),
             holds("gradient_sync_at_once"), *searches(p.overlap_changes_nothing)],
         "participation": [holds("participation"), *searches(p.layouts)],

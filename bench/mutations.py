@@ -384,5 +384,5 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
 )
 
 EQUIVALENT: dict[str, str] = {
-    "gradient_sync by hand: buckets backwards": "a launch stands behind its own bucket, whichever is made first",
+    "gradient_sync by hand: buckets backwards": "a launch stands behind its own bucket, whatever is made first",
 }

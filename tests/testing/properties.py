@@ -29,10 +29,10 @@ from fxpasses.spec import reduced_once
 from fxpasses.testing.check import check_pass, run_over, settings
 from fxpasses.testing.oracles import Run, orders_agree
 from fxpasses.testing.oracles.base import run_pass, trace
-from fxpasses.testing.oracles.numerics import bitwise
-from fxpasses.testing.oracles.structure import no_dead_code
+from fxpasses.testing.oracles.kept import no_dead_code
+from fxpasses.testing.oracles.numerics import bitwise, results_right
 from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
-from fxpasses.testing.synthetic import GradientGraph, Leaf, Step, parameter_name
+from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step, parameter_name
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
@@ -396,6 +396,24 @@ def bucket_limits(examples: int) -> None:
         layout = tuple(parameter_name(i) for i in order) if agreed else None
         current = Bucketing(mb=limit / 2**20, layout=layout)
         buckets_as_promised(run_pass([current], spec.build()))
+
+    search()
+
+
+def bucket_layouts(examples: int) -> None:
+    """Gradients that lie in memory in every way there is."""
+    shapes = st.sampled_from(((2, 3, 4), (2, 3), (3, 1, 2), (2, 2), (4,)))
+    leaves = st.lists(
+        st.builds(Leaf, shapes, layout=st.sampled_from(LAYOUTS)), min_size=1, max_size=3
+    )
+
+    @settings(examples)
+    @given(leaves, SEEDS)
+    def search(leaves: list[Leaf], seed: int) -> None:
+        spec = GradientGraph(tuple(leaves), gradients=tuple(range(len(leaves))))
+        run = run_pass([Bucketing(mb=1.0)], spec.build(), seed=seed)
+        buckets_as_promised(run)
+        results_right(run)
 
     search()
 

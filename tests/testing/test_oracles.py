@@ -306,7 +306,7 @@ def test_what_a_pass_leaves_behind_is_found():
 
 
 def test_a_dump_that_says_something_else_is_found(monkeypatch):
-    from fxpasses.testing.oracles import structure
+    from fxpasses.testing.oracles import kept as structure
 
     run = run_pass([Bad(lambda graph, current: Report(changed=False))], GRAPH.build())
     text = structure.dumped(run)

@@ -24,6 +24,7 @@ def test_pass(name):
         properties.splice_inlines,
         properties.layouts,
         properties.bucket_limits,
+        properties.bucket_layouts,
     ],
 )
 def test_several(search):

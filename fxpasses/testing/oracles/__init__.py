@@ -1,6 +1,12 @@
 """What has to hold of every pass, as functions that look at a run of it."""
 
 from fxpasses.testing.oracles.base import Oracle, OracleFailure, Run, run_pass, structure
+from fxpasses.testing.oracles.kept import (
+    dump_reads_back,
+    effects_survive,
+    memory_kept,
+    no_dead_code,
+)
 from fxpasses.testing.oracles.numerics import (
     idempotent,
     orders_agree,
@@ -15,12 +21,6 @@ from fxpasses.testing.oracles.rules import (
     same_on_all_ranks,
     signature_kept,
     state_sound,
-)
-from fxpasses.testing.oracles.structure import (
-    dump_reads_back,
-    effects_survive,
-    memory_kept,
-    no_dead_code,
 )
 
 # In the order in which they run: the first that fails is the one that is told.
