@@ -625,6 +625,18 @@ def splice_refuses_tensors() -> None:
     assert mode.allow_non_fake_inputs == strict
 
 
+def splice_tells_arguments_apart() -> None:
+    """Two nodes may share one fake value, and stay two arguments."""
+    graph = GradientGraph((Leaf((2,)), Leaf((2,))), gradients=(0,)).build()
+    (first, _), (second, _) = graph.inputs()
+    second.meta["val"] = first.meta["val"]
+    why = Provenance("t", "r")
+    node = splice(graph, graph.output_node, torch.sub, first, second, name="n", provenance=why)
+    graph.set_output(0, node)
+    (result,) = fx.Interpreter(graph.module).run(torch.full((2,), 5.0), torch.full((2,), 2.0))
+    assert result.tolist() == [3.0, 3.0]
+
+
 def splice_takes_branches() -> None:
     """`torch.cond` becomes a call of graphs that belong to the module, under names of their own."""
     spec = GradientGraph((Leaf((2,)),), (Step("double"),), (1,))

@@ -11,7 +11,8 @@ FEW = count_of_examples(30)
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", sorted(properties.OWN))
 def test_pass(name):
-    properties.holds(name)
+    # The second form of one pass differs from the first in where waits stand.
+    properties.holds(name, FEW if name.endswith("at_once") else None)
 
 
 @pytest.mark.timeout(0)
@@ -38,6 +39,7 @@ def test_several(search):
         properties.layout_of_a_variant,
         properties.splice_refuses_tensors,
         properties.splice_takes_branches,
+        properties.splice_tells_arguments_apart,
         properties.model_lines,
         properties.rules_refuse,
     ],

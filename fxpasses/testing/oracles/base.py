@@ -70,7 +70,7 @@ class Run:
 
     def again(self) -> Run:
         """The run of the same pass over what it made."""
-        return run_pass(self.passes, self.after, self.provided, self.seed)
+        return run_pass(self.passes, self.after, self.provided, self.seed, separate=1)
 
 
 Oracle = Callable[[Run], None]
@@ -81,15 +81,18 @@ def run_pass(
     graph: TrainingGraph,
     provided: frozenset[str] = frozenset(),
     seed: int = 0,
+    separate: int = 2,
 ) -> Run:
     """Run a pass on each rank, over copies of a graph.
 
-    Where no rank's pass differs from another's, two of the ranks run it, and the others share their graphs.
+    Args:
+        separate: how many ranks run it themselves where no rank's pass differs from another's; the others
+            share what these made.
     """
     runs: list[tuple[TrainingGraph, Report]] = []
     for position, current in enumerate(passes):
-        if position > 1 and current == passes[0]:
-            runs.append(runs[position % 2])
+        if position >= separate and current == passes[0]:
+            runs.append(runs[position % separate])
             continue
         after = copied(graph)
         runs.append((after, current.run(after)))
