@@ -71,7 +71,7 @@ def _one_line(code: str) -> str:
 
 
 def _code(tree: ast.Module) -> Iterator[Any]:
-    """The expressions and statements inside functions; no docstrings, annotations, messages or defaults."""
+    """The expressions and statements inside functions; no docstrings, messages or names of nodes."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for statement in function.body:
@@ -79,6 +79,8 @@ def _code(tree: ast.Module) -> Iterator[Any]:
 
 
 def _inside(node: ast.AST) -> Iterator[Any]:
+    if isinstance(node, ast.keyword) and node.arg in ("strict", "name"):
+        return  # a second look at lengths that are equal; how nodes are called
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     if is_text or isinstance(node, ast.Raise | ast.JoinedStr | ast.FunctionDef | ast.Assert):
         return

@@ -383,6 +383,11 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     ),
 )
 
+_SORTED_READERS = (
+    "gradient_sync:67 keyword: sorted(outward & flat.users.keys(), key=order.__getitem__) "
+    "-> sorted(outward & flat.users.keys())"
+)
 EQUIVALENT: dict[str, str] = {
-    "gradient_sync by hand: buckets backwards": "a launch stands behind its own bucket, whatever is made first",
+    "gradient_sync by hand: buckets backwards": "a launch stands behind its own bucket",
+    _SORTED_READERS: "torch compares nodes by their place in the graph",
 }
