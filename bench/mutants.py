@@ -213,7 +213,8 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         "participation": [holds("participation"), *searches(p.layouts)],
         "running_stats": [holds("running_stats")],
         "rewrite": [
-            p.splice_refuses_tensors, p.splice_takes_branches, p.splice_tells_arguments_apart, p.model_lines,
+            p.splice_refuses_tensors, p.splice_takes_branches,
+            p.splice_takes_numbers, p.splice_tells_arguments_apart, p.model_lines,
             *searches(p.splice_inlines), holds("bucketing"),
         ],
         "variants": [p.layout_of_a_variant, *searches(p.variants_as_promised)],

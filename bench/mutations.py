@@ -389,5 +389,6 @@ _SORTED_READERS = (
 )
 EQUIVALENT: dict[str, str] = {
     "gradient_sync by hand: buckets backwards": "a launch stands behind its own bucket",
+    "rewrite:136 constant: '_' -> '_x'": "how a branch is called in the module",
     _SORTED_READERS: "torch compares nodes by their place in the graph",
 }

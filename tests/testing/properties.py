@@ -28,9 +28,10 @@ from fxpasses.spec import check as check_rules
 from fxpasses.spec import reduced_once
 from fxpasses.testing.check import check_pass, run_over, settings
 from fxpasses.testing.oracles import Run, orders_agree
-from fxpasses.testing.oracles.base import run_pass, trace
+from fxpasses.testing.oracles.base import copied, run_pass, trace
 from fxpasses.testing.oracles.kept import no_dead_code
 from fxpasses.testing.oracles.numerics import bitwise, results_right
+from fxpasses.testing.program import Layer, Program
 from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
 from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step, parameter_name
 from fxpasses.testing.values import random_inputs
@@ -635,6 +636,25 @@ def splice_tells_arguments_apart() -> None:
     graph.set_output(0, node)
     (result,) = fx.Interpreter(graph.module).run(torch.full((2,), 5.0), torch.full((2,), 2.0))
     assert result.tolist() == [3.0, 3.0]
+
+
+def splice_takes_numbers() -> None:
+    """Numbers among the arguments are constants; sizes that are not known are arguments like tensors."""
+    graph = GradientGraph((Leaf((2,)),), gradients=(0,)).build()
+    ((tangent, _),) = graph.inputs()
+    why = Provenance("t", "r")
+    node = splice(
+        graph, graph.output_node, lambda n, xs: xs[0] * n, 3, [tangent], name="n", provenance=why
+    )
+    graph.set_output(0, node)
+    assert fx.Interpreter(graph.module).run(torch.ones(2))[0].tolist() == [3.0, 3.0]
+    graph = copied(Program((Layer("views"),), batch=3, dynamic=True).captured().backward)
+    size = next(n for n, _ in graph.inputs() if isinstance(n.meta["val"], torch.SymInt))
+    tangent = next(n for n, role in graph.inputs("tangent"))
+    node = splice(
+        graph, graph.output_node, lambda x, n: x * n, tangent, size, name="n", provenance=why
+    )
+    assert size in node.all_input_nodes
 
 
 def splice_takes_branches() -> None:

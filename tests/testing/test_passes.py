@@ -39,6 +39,7 @@ def test_several(search):
         properties.layout_of_a_variant,
         properties.splice_refuses_tensors,
         properties.splice_takes_branches,
+        properties.splice_takes_numbers,
         properties.splice_tells_arguments_apart,
         properties.model_lines,
         properties.rules_refuse,
