@@ -14,6 +14,8 @@ _HOME = {
     "Hardening": "fxpasses.config",
     "Pass": "fxpasses.passes.base",
     "Report": "fxpasses.passes.base",
+    "GradScaler": "fxpasses.grad_scaler",
+    "LossScaleError": "fxpasses.scaler",
     "Role": "fxpasses.graph",
     "TrainingGraph": "fxpasses.graph",
     "join": "fxpasses.distributed.join",
@@ -26,6 +28,7 @@ __all__ = sorted(_HOME)
 if TYPE_CHECKING:
     from fxpasses.config import Hardening as Hardening
     from fxpasses.distributed.join import join as join
+    from fxpasses.grad_scaler import GradScaler as GradScaler
     from fxpasses.graph import Role as Role
     from fxpasses.graph import TrainingGraph as TrainingGraph
     from fxpasses.passes.base import Pass as Pass

@@ -12,6 +12,7 @@ from fxpasses.config import Hardening
 from fxpasses.distributed.group import refuse_wrapper, resolve
 from fxpasses.dynamo import (
     describe_inputs,
+    mark_precision,
     own_settings,
     refuse_unsupported,
     user_errors_visible,
@@ -76,5 +77,6 @@ def _unit(
     group = resolve(hardening.process_group)
     refuse_unsupported(gm, example_inputs, group.size)
     passes = pipeline.build(hardening, group.name, group.size, group.rank)
+    mark_precision(gm)
     scope, roles = describe_inputs(gm, example_inputs)
     return Unit(hardening, group, passes, scope, roles, decompositions)

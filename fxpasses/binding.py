@@ -8,11 +8,13 @@ from collections.abc import Mapping
 
 import torch
 
+from fxpasses.config import LossScale
 from fxpasses.coverage import Reduced, reduced
 from fxpasses.distributed import first_use
 from fxpasses.distributed.agreement import halves
 from fxpasses.distributed.plans import Plan
 from fxpasses.runtimes import Runtime, owner_of, owns
+from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.unit import Unit, form_of
 
 
@@ -26,6 +28,7 @@ class Binding:
         runtime: of the parameters; None without any.
         region: identity of the code, over this module.
         records: of the parameters whose gradients the backward reduces over several ranks.
+        scaler: the loss scale, if the options ask for one.
         plan: what a synchronising backward sends.
         digest: two integers that stand for it.
     """
@@ -35,6 +38,7 @@ class Binding:
     runtime: Runtime | None
     region: tuple[int, ...]
     records: Mapping[str, Reduced]
+    scaler: Scaler | None
     plan: Plan
     digest: tuple[int, int]
 
@@ -87,9 +91,18 @@ def bind(
         runtime=owner,
         region=region,
         records={name: reduced(p, unit.group) for name, p in parameters.items() if name in names},
+        scaler=_scaler(unit, owner),
         plan=plan,
         digest=halves(plan.digest()),
     )
+
+
+def _scaler(unit: Unit, owner: Runtime | None) -> Scaler | None:
+    """The model's. A region without parameters has one of its own, which never changes: it neither makes
+    gradients that could overflow, nor knows whose they are.
+    """
+    option = LossScale.parse(unit.hardening.loss_scale)
+    return make_scaler(option) if owner is None else owner.use_scaler(option)
 
 
 def _reach(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

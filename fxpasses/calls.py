@@ -21,7 +21,13 @@ from fxpasses.binding import Binding, bind
 from fxpasses.coverage import reduced
 from fxpasses.distributed.group import is_initialized, process_group
 from fxpasses.distributed.waiting import waiting
-from fxpasses.graph import BUFFER_STATE, PENDING_STATE, StateSpec
+from fxpasses.graph import (
+    BUFFER_STATE,
+    OVERFLOW_STATE,
+    PENDING_STATE,
+    SCALE_STATE,
+    StateSpec,
+)
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
 from fxpasses.state import STORE
 from fxpasses.synchronise import Way, choose
@@ -256,4 +262,10 @@ def _state(spec: StateSpec, call: _Call, way: Way, flags: dict[Any, bool]) -> to
         if pending is None:
             return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         return pending.contiguous()
+    if spec.kind in (SCALE_STATE, OVERFLOW_STATE):
+        scaler = call.binding.scaler
+        assert scaler is not None, "the graph has a loss scale"
+        return (scaler.scale_tensor if spec.kind == SCALE_STATE else scaler.overflow_tensor)(
+            spec.device
+        )
     return STORE.get(call.tensor(spec.parameter), spec)

@@ -17,7 +17,67 @@ from pathlib import Path
 from typing import Any
 
 REDUCTIONS = ("mean", "sum")
-WIRE_DTYPES = ("fp32", "bf16", "fp16")
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+WIRE_DTYPES = PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """How a dynamic loss scale changes.
+
+    Attributes:
+        init: value to start from.
+        growth_factor, growth_interval: multiply by the one after as many finite steps as the other.
+        backoff_factor, patience: multiply by the one after as many steps in a row with a non-finite gradient.
+        min_scale: it is an error to fall below.
+        max_scale: where growth ends.
+    """
+
+    init: float = 2.0**16
+    growth_factor: float = 2.0
+    growth_interval: int = 2000
+    backoff_factor: float = 0.5
+    patience: int = 1
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**127
+
+    def __post_init__(self) -> None:
+        for name in ("init", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            _check_positive_number(f"loss_scale.{name}", getattr(self, name))
+        for name in ("growth_interval", "patience"):
+            _check_count(f"loss_scale.{name}", getattr(self, name))
+        if not self.growth_factor >= 1 > self.backoff_factor:
+            raise ValueError(
+                f"option 'loss_scale': got growth_factor={self.growth_factor}, backoff_factor="
+                f"{self.backoff_factor}; expected 1 or more, and less than 1"
+            )
+        if not self.min_scale <= self.init <= self.max_scale <= FLOAT32_MAX:
+            raise ValueError(
+                f"option 'loss_scale': got min_scale={self.min_scale:g}, init={self.init:g}, max_scale="
+                f"{self.max_scale:g}; expected them in this order, in the range of float32"
+            )
+
+    @classmethod
+    def parse(cls, value: Any) -> LossScale | float | None:
+        """`"none"` → None; a number → itself; `"dynamic"` or a mapping of fields → a `LossScale`."""
+        if value == "none":
+            return None
+        if value == "dynamic" or isinstance(value, LossScale):
+            return cls() if value == "dynamic" else value
+        if isinstance(value, Mapping):
+            known = {field.name for field in dataclasses.fields(cls)}
+            for key in value:
+                if key not in known:
+                    raise ValueError(
+                        f"option 'loss_scale': unknown key {key!r}{nearest(key, known)}"
+                    )
+            return cls(**value)
+        if isinstance(value, str):
+            raise ValueError(
+                f"option 'loss_scale': got {value!r}{nearest(value, ('none', 'dynamic'))}"
+            )
+        _check_positive_number("loss_scale", value)
+        return float(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +90,11 @@ class Hardening:
         reduce: `"mean"` or `"sum"` of the gradients over the ranks.
         reduce_dtype: dtype on the wire, `"fp32"`, `"bf16"` or `"fp16"`; `None` keeps each gradient's own.
         bucket_mb: target size of a bucket in MiB (2**20 bytes) of gradient.
+        precision: dtype of products and what may follow them, `"fp32"` (as the program says), `"bf16"` or
+            `"fp16"`; parameters, gradients and outputs keep their dtypes.
+        precision_rules: mapping that overrides the table of operators: `{"aten.exp": "infer", "head.*":
+            "deny"}`, by operator or by a pattern for qualified module names.
+        loss_scale: `"none"`, `"dynamic"`, a number, or a mapping of the fields of `LossScale` (dynamic).
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
@@ -41,6 +106,9 @@ class Hardening:
     reduce: str = "mean"
     reduce_dtype: str | None = None
     bucket_mb: float = 25.0
+    precision: str = "fp32"
+    precision_rules: Mapping[str, str] | str = ""
+    loss_scale: Any = "none"
     accumulate: int = 1
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
@@ -52,6 +120,9 @@ class Hardening:
             _check_choice("reduce_dtype", self.reduce_dtype, WIRE_DTYPES)
         _check_positive_number("bucket_mb", self.bucket_mb)
         _check_count("accumulate", self.accumulate)
+        _check_choice("precision", self.precision, PRECISIONS)
+        LossScale.parse(self.loss_scale)
+        object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
         for name in ("dump", "profile"):
@@ -59,6 +130,12 @@ class Hardening:
             if value is not None and not isinstance(value, str | os.PathLike):
                 raise ValueError(f"option {name!r}: expected a path, got {value!r}")
         _check_process_group(self.process_group)
+
+    @property
+    def loss_scale_in_graph(self) -> float | str:
+        """What the graph holds of the loss scale: a number (0 for none), or `"dynamic"`."""
+        scale = LossScale.parse(self.loss_scale)
+        return "dynamic" if isinstance(scale, LossScale) else scale or 0.0
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Hardening:
@@ -108,6 +185,15 @@ def _check_positive_number(option: str, value: Any) -> None:
 def _check_count(option: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"option {option!r}: got {value!r}; expected a whole number, 1 or more")
+
+
+def _rules_text(rules: Any) -> str:
+    """The rules as they stand in a pipeline string."""
+    if isinstance(rules, str):
+        return rules
+    if not isinstance(rules, Mapping):
+        raise ValueError(f"option 'precision_rules': got {rules!r}; expected a mapping")
+    return ";".join(f"{pattern}={kind}" for pattern, kind in rules.items())
 
 
 def _check_process_group(value: Any) -> None:

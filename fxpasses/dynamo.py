@@ -88,6 +88,37 @@ def describe_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
     return scope, input_roles(gm, example_inputs, {n: name for n, name in named.items() if name})
 
 
+def mark_precision(gm: fx.GraphModule) -> None:
+    """Say on Dynamo's nodes where the program itself decides on precision; their ATen nodes inherit it
+    (`meta["custom"]`), in the backward too. Neither leaves an operator behind where all is fp32.
+
+    `"keep"`: under `autocast(enabled=False)`. `"explicit"`: reads the result of a `.float()`.
+    """
+    regions: dict[fx.Node, bool] = {}  # entered and not left: whether autocast is off there
+    for node in gm.graph.nodes:
+        if _is_explicit_fp32(node):
+            for user in node.users:
+                _mark(user, "explicit")
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            regions[node] = not node.args[2]
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            regions.pop(node.args[0], None)
+        elif regions and list(regions.values())[-1]:
+            _mark(node, "keep")
+
+
+def _mark(node: fx.Node, precision: str) -> None:
+    custom = node.meta.get("custom") or {}
+    node.meta["custom"] = {**custom, "precision": precision}
+
+
+def _is_explicit_fp32(node: fx.Node) -> bool:
+    if node.op != "call_method":
+        return False
+    given = (*node.args[1:], *node.kwargs.values())
+    return node.target == "float" or (node.target in ("to", "type") and torch.float32 in given)
+
+
 class _SourceReader:
     """What stands behind the inputs of a Dynamo graph while it is compiled."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch._functorch.config as functorch_config
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -30,14 +31,19 @@ def compile_unit(
             make_boxed_func(module.forward), lambda b: make_boxed_func(b.module.forward)
         )
 
+    def inference(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        unit.inference(module)
+        return make_boxed_func(module.forward)
+
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         return unit.partition(joint, joint_inputs, min_cut_rematerialization_partition, **kwargs)
 
-    compiled = aot_autograd(
+    compile_graphs = aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
-        inference_compiler=lambda module, inputs: make_boxed_func(module.forward),
+        inference_compiler=inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,
-    )(gm, example_inputs)
-    return calls.forward(compiled)
+    )
+    with functorch_config.patch(backward_pass_autocast="off"):
+        return calls.forward(compile_graphs(gm, example_inputs))

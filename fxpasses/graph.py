@@ -25,6 +25,8 @@ from fxpasses.effects import is_effectful
 INPUT_KINDS = ("parameter", "buffer", "input", "saved", "tangent", "state")
 # Kinds of state that the program holds, not we: a module's buffer; what waits in a parameter's `.grad`.
 BUFFER_STATE, PENDING_STATE = "buffer", "pending"
+# Kinds of state that belong to the model as a whole: its loss scale; whether a gradient was not finite.
+SCALE_STATE, OVERFLOW_STATE = "loss_scale", "overflow"
 OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
 
 

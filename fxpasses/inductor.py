@@ -49,6 +49,7 @@ def compile_unit(
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_inference"):
+            unit.inference(module)
             return compile_fx_inner(module, inputs, **kwargs)
         if not kwargs.get("is_backward"):
             unit.note_forward()
@@ -58,7 +59,7 @@ def compile_unit(
         own = inputs[: len(inputs) - len(primary.states)]
         return calls.backward(compiled, _VariantCompiler(module, own, kwargs, patches))
 
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False, backward_pass_autocast="off"):
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
     return calls.forward(compiled)
 

@@ -21,6 +21,7 @@ class CheckRules:
     def __init__(self) -> None:
         self._provided: frozenset[str] = frozenset()
         self._signature: list[tuple[object, ...]] | None = None
+        self._effects: list[str] = []
         self._fingerprint = ""
 
     def __call__(self, previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
@@ -31,6 +32,8 @@ class CheckRules:
             self._signature = spec.signature(graph)
         else:
             spec.check_signature(self._signature, graph, name)
+            spec.check_effects(self._effects, graph, name)
+        self._effects = spec.effects(graph)
         if previous is not None:
             if (fingerprint != self._fingerprint) != previous.report.changed:
                 said = "a change" if previous.report.changed else "no change"

@@ -41,10 +41,18 @@ class Pipeline:
         return tuple(p for p in self.passes if p.stage == name)
 
     def run(
-        self, stage: str, graph: TrainingGraph, observers: Sequence[Observer] = ()
+        self,
+        stage: str,
+        graph: TrainingGraph,
+        observers: Sequence[Observer] = (),
+        local: bool | None = None,
     ) -> list[Done]:
-        """Run the passes of one stage over a graph, in place."""
-        passes = self.stage(stage)
+        """Run the passes of one stage over a graph, in place.
+
+        Args:
+            local: only those that run in every backward (True), or only the others (False).
+        """
+        passes = tuple(p for p in self.stage(stage) if local is None or p.local == local)
         done: list[Done] = []
         for position in range(len(passes) + 1):
             previous = done[-1] if done else None
@@ -56,10 +64,6 @@ class Pipeline:
         if any(d.report.changed for d in done):
             graph.recompile()
         return done
-
-    def local(self) -> Pipeline:
-        """What runs in a backward that does not synchronise."""
-        return Pipeline(tuple(p for p in self.passes if p.local))
 
     def bind(self, **environment: Any) -> Pipeline:
         """The passes with fields that come from the environment filled in."""
@@ -89,8 +93,9 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
         ValueError: for an unknown pass or option, a broken contract, or a pipeline that would leave
             gradients unreduced although there are several ranks.
     """
-    text = _default(world) if hardening.passes is None else hardening.passes
+    text = _default(hardening, world) if hardening.passes is None else hardening.passes
     options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
+    options["loss_scale_in_graph"] = hardening.loss_scale_in_graph
     environment: dict[str, Any] = {**options, "group": group, "world": world, "rank": rank}
     pipeline = Pipeline(parse_pipeline(text)).bind(**environment)
     needs_group = next((p.name for p in pipeline.passes if p.communicates), None)
@@ -107,16 +112,24 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
     return pipeline
 
 
-def _default(world: int) -> str:
-    if world == 1:
-        return ""
+def _default(hardening: Hardening, world: int) -> str:
+    precision = ("cast",) if hardening.precision != "fp32" else ()
+    scaled = bool(hardening.loss_scale_in_graph)
     lines = (
-        "participation",  # looks at what each gradient depends on, so before buckets mix gradients
-        "running_stats",  # its broadcast is small: in front of all payloads
-        "bucketing",  # before whatever puts gradients on a wire
-        "gradient_sync",  # last: it fixes where collectives start and end
+        *precision,  # first, so that all others see the graph that will run
+        *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
+        *(_SYNCHRONISE if world > 1 else ()),
+        *(("overflow",) if scaled else ()),  # on reduced gradients: all ranks notice the same
     )
     return ",".join(lines)
+
+
+_SYNCHRONISE = (
+    "participation",  # looks at what each gradient depends on, so before buckets mix gradients
+    "running_stats",  # its broadcast is small: in front of all payloads
+    "bucketing",  # before whatever puts gradients on a wire
+    "gradient_sync",  # last of these: it fixes where collectives start and end
+)
 
 
 def _check_contracts(passes: Sequence[Pass]) -> None:

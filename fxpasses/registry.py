@@ -86,7 +86,8 @@ def _check_contract(cls: type[Pass]) -> None:
         raise ValueError(f"pass {cls.__qualname__}: `name` must be a lower-case identifier")
     if getattr(cls, "stage", None) not in STAGES:
         raise ValueError(f"pass {cls.name!r}: `stage` must be one of {', '.join(STAGES)}")
-    known = {*FROM_GROUP, *(field.name for field in dataclasses.fields(Hardening))}
+    options = (field.name for field in dataclasses.fields(Hardening))
+    known = {*FROM_GROUP, *options, "loss_scale_in_graph"}
     for field in dataclasses.fields(cls):
         key = field.metadata.get("environment")
         if key is not None and key not in known:

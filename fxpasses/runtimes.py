@@ -18,9 +18,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpasses.config import nearest
+from fxpasses.config import LossScale, nearest
 from fxpasses.coverage import check_optimizer
 from fxpasses.distributed.plans import PlannedCollective
+from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.state import STORE
 
 STATE_DICT_VERSION = 1
@@ -66,6 +67,8 @@ class Runtime:
         self._step_ended = False
         self._last_backward = -1  # of those that count as micro-batches
         self._micro_batch = 0  # of this step, from 1
+        self._scaler: Scaler | None = None
+        self._loaded_scale: Mapping[str, Any] | None = None  # before there is a scaler
         self._asked: list[bool] = []  # by `no_sync` (False) and `sync` (True), the innermost last
 
     @property
@@ -94,7 +97,10 @@ class Runtime:
             for name, parameter in self._by_name().items()
             for kind, tensor in STORE.of(parameter)
         }
-        return {"version": STATE_DICT_VERSION, "state": state}
+        found: dict[str, Any] = {"version": STATE_DICT_VERSION, "state": state}
+        if self.scaler is not None:
+            found["loss_scale"] = self.scaler.state_dict()
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned; works before the first forward.
@@ -114,9 +120,41 @@ class Runtime:
             raise ValueError(
                 f"state {unknown[0]!r} belongs to no parameter of this model{nearest(name, parameters)}"
             )
+        if "loss_scale" in state_dict:
+            self.load_scale(state_dict["loss_scale"])
         for key, tensor in state_dict["state"].items():
             kind, _, name = key.partition("/")
             STORE.put(parameters[name], kind, tensor)
+
+    @property
+    def scaler(self) -> Scaler | None:
+        """The loss scale; None before the first training forward, or without one."""
+        return self.root._scaler
+
+    def use_scaler(self, option: LossScale | float | None) -> Scaler | None:
+        """The loss scale that an option asks for: the one that is there, or a new one.
+
+        Raises:
+            ValueError: when parts of one model ask for different ones.
+        """
+        root = self.root
+        wanted = make_scaler(option)
+        if root._scaler is None and wanted is not None:
+            root._scaler = wanted
+            if root._loaded_scale is not None:
+                wanted.load_state_dict(root._loaded_scale)
+        elif root._scaler is not None and wanted is not None and not root._scaler.is_like(wanted):
+            raise ValueError(
+                f"option 'loss_scale': got {option!r}, but another part of this model was compiled with "
+                f"{root._scaler.settings or root._scaler.scale!r}"
+            )
+        return root._scaler if wanted is not None else None
+
+    def load_scale(self, state: Mapping[str, Any]) -> None:
+        """Continue with a saved loss scale; works before the first forward."""
+        self.root._loaded_scale = state
+        if self.root._scaler is not None:
+            self.root._scaler.load_state_dict(state)
 
     def _by_name(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -200,6 +238,8 @@ class Runtime:
         root = self.root
         if root._step_ended:
             root._step, root._step_ended = StepRecord(), False
+            if root._scaler is not None:
+                root._scaler.begin_step()
         root._step.backwards += 1
         root.record_collectives(plan)
 
@@ -207,8 +247,13 @@ class Runtime:
         """Count what was sent in the step under way."""
         self.root._step.add(StepRecord(0, len(plan), sum(c.bytes for c in plan)))
 
-    def end_step(self) -> None:
-        self.root._step_ended = True
+    def end_step(self) -> bool:
+        """Called by each optimizer before it steps; whether the step is skipped."""
+        root = self.root
+        root._step_ended = True
+        if root._scaler is not None:
+            root._step.skipped = root._scaler.skips()
+        return root._step.skipped
 
     def absorb(self, other: Runtime) -> None:
         """Take over what another runtime holds."""
@@ -219,6 +264,8 @@ class Runtime:
         elif self._step_ended == other._step_ended:
             self._step.add(other._step)
         self._asked += other._asked
+        self._scaler = self._scaler or other._scaler
+        self._loaded_scale = self._loaded_scale or other._loaded_scale
         other._merged_into = self
 
 
@@ -264,6 +311,12 @@ def owns(runtime: Runtime, parameter: torch.Tensor) -> bool:
     return _OWNER.get(parameter) is runtime
 
 
+def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
+    """The runtimes that own some of an optimizer's parameters."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return list({id(o): o for p in parameters if (o := _OWNER.get(p)) is not None}.values())
+
+
 def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(x, torch.nn.Module):
         yield from x.named_parameters()
@@ -295,9 +348,18 @@ def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
 @torch.compiler.disable
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     check_optimizer(optimizer)
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    for owner in {id(o): o for p in parameters if (o := _OWNER.get(p)) is not None}.values():
-        owner.end_step()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+    for owner in runtimes_of(optimizer):
+        if owner.scaler is not None and closure is not None:
+            raise RuntimeError(
+                "option 'loss_scale': an optimizer with a closure computes gradients inside its step, when "
+                "overflow has been decided already; use loss_scale='none' with it"
+            )
+        if owner.end_step():
+            for parameter in parameters:
+                if _OWNER.get(parameter) is owner:
+                    parameter.grad = None
 
 
 @functools.cache

@@ -6,13 +6,15 @@ A rule is a function from a graph to the nodes that break it, with what is wrong
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
 
-from fxpasses.effects import COLLECTIVE_NAMESPACE, is_launch, is_wait
+from fxpasses.effects import COLLECTIVE_NAMESPACE, is_effectful, is_launch, is_wait
 from fxpasses.graph import INPUT_KINDS, OUTPUT_KINDS, PENDING_STATE, TrainingGraph
+from fxpasses.precision import ALLOW, KEEPS_FP32, TABLE, operator_name
 
 Violation = tuple[fx.Node, str]
 Rule = Callable[[TrainingGraph], Iterator[Violation]]
@@ -124,6 +126,30 @@ def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
             )
 
 
+def products_read_one_dtype(graph: TrainingGraph) -> Iterator[Violation]:
+    """All that a product reads in floating point has one dtype, but for statistics that it made itself."""
+    for node in graph.walk():
+        if TABLE.get(operator_name(node)) != ALLOW:
+            continue
+        keep = KEEPS_FP32.get(operator_name(node), ())
+        kept = {node.args[i] for i in keep if i < len(node.args)}
+        values = [n.meta.get("val") for n in node.all_input_nodes if n not in kept]
+        dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        if len(dtypes) > 1:
+            yield node, f"reads {' and '.join(sorted(map(str, dtypes)))}"
+
+
+def casts_are_needed(graph: TrainingGraph) -> Iterator[Violation]:
+    """A cast that a pass made is used, and not only to be cast on."""
+    for node in graph.walk():
+        if _is_cast(node) and "provenance" in node.meta and all(map(_is_cast, node.users)):
+            yield node, "is a cast that feeds " + ("only casts" if node.users else "nothing")
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return operator_name(node) in ("convert_element_type", "_to_copy")
+
+
 ALWAYS: tuple[Rule, ...] = (
     defined_before_use,
     has_roles,
@@ -131,6 +157,8 @@ ALWAYS: tuple[Rule, ...] = (
     waited_once,
     functional,
     state_keeps_its_form,
+    products_read_one_dtype,
+    casts_are_needed,
 )
 
 
@@ -158,6 +186,22 @@ def signature(graph: TrainingGraph) -> list[tuple[object, ...]]:
     for _, node, role in graph.outputs():
         rows.append((role, *_form(node)))
     return [row for row in rows if row[0].kind != "state"]  # type: ignore[attr-defined]
+
+
+def effects(graph: TrainingGraph) -> list[str]:
+    """The nodes that have an effect, in order."""
+    return [node.name for node in graph.walk() if is_effectful(node)]
+
+
+def check_effects(before: list[str], graph: TrainingGraph, after: str) -> None:
+    """Raise `SpecError` when a pass removed a node with an effect, or moved one past another."""
+    known = set(before)
+    now = [name for name in effects(graph) if name in known]
+    for old, new in itertools.zip_longest(before, now):
+        if old != new:
+            raise SpecError(
+                f"after pass {after!r}: rule 'effects': node {old!r} was removed, or moved past {new!r}"
+            )
 
 
 def check_signature(before: list[tuple[object, ...]], graph: TrainingGraph, after: str) -> None:

@@ -116,8 +116,7 @@ class Unit:
     @property
     def synchronises(self) -> bool:
         """Whether a backward that synchronises differs from one that does not."""
-        stage = self.pipeline.stage("backward")
-        return stage != self.pipeline.local().stage("backward")
+        return not all(p.local for p in self.pipeline.stage("backward"))
 
     @property
     def _accumulates(self) -> bool:
@@ -143,13 +142,24 @@ class Unit:
         with user_errors_visible():
             forward_outputs = kwargs["num_fwd_outputs"]
             aot.annotate_joint(joint, forward_outputs, self.input_roles)
-            self._run(self.pipeline, "joint", joint, "joint")
+            whole = TrainingGraph(joint, self.decompositions)
+            self._run(self.pipeline, "joint", whole, self._dump("joint"))
             forward, backward = split(joint, joint_inputs, **kwargs)
             aot.annotate_backward(backward, joint, forward_outputs)
             graph = TrainingGraph(backward)
             self._base, self.facts = backward, _facts_of(graph)
             self._tangents = [node for node, _ in graph.inputs("tangent")]
             return forward, self.backward(self.primary).module
+
+    def inference(self, module: fx.GraphModule) -> None:
+        """Run the joint passes over a graph that records no backward, in place."""
+        if not self.pipeline.stage("joint") or not aot.is_whole_joint(module):
+            return
+        with user_errors_visible():
+            outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+            aot.annotate_joint(module, outputs, self.input_roles)
+            graph = TrainingGraph(module, self.decompositions)
+            self._run(self.pipeline, "joint", graph, self._dump("inference"))
 
     def backward(self, variant: Variant) -> Backward:
         """A variant of the backward, made when it is first asked for."""
@@ -160,27 +170,38 @@ class Unit:
     def _make(self, variant: Variant) -> Backward:
         assert self._base is not None, "no backward was recorded"
         module = empty_like(self._base) if variant.mode == LEFT else copy.deepcopy(self._base)
-        prepare(TrainingGraph(module, self.decompositions), variant)
-        pipeline = self.pipeline.local() if variant.mode == LOCAL else self.pipeline
+        graph = TrainingGraph(module, self.decompositions)
         name = "backward" if variant == self.primary else f"backward-{variant.mode}"
         if variant.union is not None:
             name += f"-union{sum(v.union is not None for v in self._backwards)}"
-        graph = self._run(pipeline.bind(layout=variant.layout), "backward", module, name)
+        pipeline, dump = self.pipeline.bind(layout=variant.layout), self._dump(name)
+        has_local = any(p.local for p in pipeline.stage("backward"))
+        if variant.mode == LOCAL or (has_local and variant.mode != LEFT):
+            self._run(pipeline, "backward", graph, dump, local=True)
+        prepare(
+            graph, variant
+        )  # what is pending was made by local backwards, their passes included
+        if variant.mode != LOCAL:
+            self._run(pipeline, "backward", graph, dump, local=False)
         collectives, events = planned_collectives(graph), events_of(graph.graph)
         return Backward(module, _lower_state(graph), collectives, events)
 
     def _run(
-        self, pipeline: Pipeline, stage: str, module: fx.GraphModule, name: str
-    ) -> TrainingGraph:
-        graph = TrainingGraph(module, self.decompositions)
-        if not pipeline.stage(stage) and self.hardening.dump is None:
-            return graph
-        observers: list[Observer] = [CheckRules()]
-        if self.hardening.dump is not None:
-            folder = Path(self.hardening.dump) / f"rank{global_rank()}" / f"g{self.id}.{name}"
-            observers.append(Dump(folder))
-        pipeline.run(stage, graph, observers)
-        return graph
+        self,
+        pipeline: Pipeline,
+        stage: str,
+        graph: TrainingGraph,
+        dump: Sequence[Observer],
+        local: bool | None = None,
+    ) -> None:
+        if pipeline.stage(stage) or dump:
+            pipeline.run(stage, graph, [CheckRules(), *dump], local)
+
+    def _dump(self, name: str) -> list[Observer]:
+        """What writes the graph of this name after each pass, if asked for."""
+        if self.hardening.dump is None:
+            return []
+        return [Dump(Path(self.hardening.dump) / f"rank{global_rank()}" / f"g{self.id}.{name}")]
 
     @property
     def trains(self) -> bool:

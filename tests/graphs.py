@@ -153,12 +153,12 @@ def nodes_with(graph: TrainingGraph, target: Any) -> list[fx.Node]:
     return graph.graph.find_nodes(op="call_function", target=target)
 
 
-def add_call(graph: TrainingGraph, target: Any, *args: Any) -> fx.Node:
+def add_call(graph: TrainingGraph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Append an operator call right before the output, as a pass without `splice` would."""
     with graph.graph.inserting_before(graph.output_node):
-        node = graph.graph.call_function(target, args)
+        node = graph.graph.call_function(target, args, kwargs)
     with graph.fake_mode:
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
     return node
 
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpasses import registry
-from fxpasses.passes.base import Pass
+from fxpasses.config import Hardening
+from fxpasses.passes.base import FROM_GROUP, Pass, from_environment
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.participation import Participation
@@ -97,6 +98,36 @@ def test_a_taken_name_is_an_error_for_a_class_of_the_same_name_elsewhere(own_reg
 def test_a_malformed_contract_is_an_error(own_registry, attributes, said):
     with pytest.raises(ValueError, match=said):
         register_pass(make_pass(**attributes))
+
+
+def fields_from(*keys: str) -> type[Pass]:
+    """A pass that takes a field from each of these places."""
+    fields = {f"field{i}": from_environment(key) for i, key in enumerate(keys)}
+    return make_pass(__annotations__=dict.fromkeys(fields, Any), **fields)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("reduces", "'reduces'; did you mean 'reduce'?"),
+        ("layouts", "'layouts'; did you mean 'layout'?"),
+        ("zzz", "'zzz'; known: accumulate, bucket_mb, dump, group, layout, "),
+    ],
+)
+def test_a_field_from_an_unknown_place_is_an_error(own_registry, key, said):
+    with pytest.raises(ValueError) as caught:
+        register_pass(fields_from("world", key))
+    assert str(caught.value).startswith(f"pass 'other': field 'field1' comes from {said}")
+    assert "other" not in passes()
+
+
+def test_a_field_may_come_from_each_option_and_from_the_process_group(own_registry):
+    options = [field.name for field in dataclasses.fields(Hardening)]
+    cls = register_pass(fields_from(*FROM_GROUP, *options))
+    values = {key: f"value of {key}" for key in (*FROM_GROUP, *options)}
+    bound = cls().bind(values)
+    assert list(dataclasses.asdict(bound).values()) == list(values.values())
+    assert bound.communicates and not fields_from("world")().communicates
 
 
 def test_a_pass_is_a_frozen_dataclass(own_registry):
@@ -211,7 +242,7 @@ def test_options_left_out_stay_at_default(text):
     ("text", "said"),
     [
         ("buckting", "option 'passes': unknown pass 'buckting'; did you mean 'bucketing'?"),
-        ("zzz", "option 'passes': unknown pass 'zzz'; known: bucketing, gradient_sync"),
+        ("zzz", "option 'passes': unknown pass 'zzz'; known: bucketing, cast, gradient_sync"),
         ("bucketing{mbs=1}", "pass 'bucketing' has no option 'mbs'; did you mean 'mb'?"),
         ("bucketing{mb}", "option 'passes': bucketing{mb}: expected option=value"),
         ("bucketing{mb=big}", "option 'passes': bucketing{mb=big}: expected float or NoneType"),
@@ -221,6 +252,7 @@ def test_options_left_out_stay_at_default(text):
         ("gradient_sync{reduce=men}", "gradient_sync{reduce=men}; did you mean 'mean'?"),
         ("gradient_sync{dtype=fp8}", "gradient_sync{dtype=fp8}; known: bf16, fp16, fp32"),
         ("gradient_sync{world=8}", "the process group decides this"),
+        ("bucketing{layout=a}", "bucketing{layout=a}: the process group decides this"),
         ("bucketing,,bucketing", "can't read ',bucketing' (character 11 of"),
         ("bucketing bucketing", "can't read 'bucketing' (character 11 of"),
         ("bucketing{mb=1", "can't read '{mb=1' (character 10 of"),

@@ -11,13 +11,14 @@ import torch
 from torch import fx, nn
 
 from fxpasses import spec
-from fxpasses.graph import Role, StateSpec, TrainingGraph
+from fxpasses.graph import PENDING_STATE, Role, StateSpec, TrainingGraph
 from fxpasses.passes.base import Report
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.spec import SpecError
 from fxpasses.testing import capture
 from tests.graphs import (
+    ANY_ORIGIN,
     C10D,
     WORLD,
     Does,
@@ -153,6 +154,28 @@ def state_written_twice(graph: TrainingGraph, group: str) -> fx.Node:
     return tangent_of(graph)
 
 
+def product_of_two_dtypes(graph: TrainingGraph, group: str) -> fx.Node:
+    tangent = tangent_of(graph)
+    column = add_call(graph, aten.view.default, tangent, [3, 1])
+    low = add_call(graph, aten._to_copy.default, column, dtype=torch.bfloat16)
+    row = add_call(graph, aten.view.default, tangent, [1, 3])
+    node = add_call(graph, aten.mm.default, row, column)
+    node.args = (row, low)
+    return node
+
+
+def cast_for_nothing(graph: TrainingGraph, group: str) -> fx.Node:
+    node = add_call(graph, aten._to_copy.default, tangent_of(graph), dtype=torch.bfloat16)
+    node.meta["provenance"] = ANY_ORIGIN
+    return node
+
+
+def cast_of_a_cast(graph: TrainingGraph, group: str) -> fx.Node:
+    node = cast_for_nothing(graph, group)
+    add_call(graph, aten._to_copy.default, node, dtype=torch.float32)
+    return node
+
+
 BREAKERS = [
     (use_before_definition, "defined_before_use", "uses 'mul' before it is defined"),
     (no_value, "has_value", "has no fake value (meta['val'])"),
@@ -180,6 +203,13 @@ BREAKERS = [
         "writes torch.float32[3] to state 'residual/p0' of torch.float64[3]",
     ),
     (state_written_twice, "state_keeps_its_form", "writes state 'residual/p0' a second time"),
+    (
+        product_of_two_dtypes,
+        "products_read_one_dtype",
+        "reads torch.bfloat16 and torch.float32",
+    ),
+    (cast_for_nothing, "casts_are_needed", "is a cast that feeds nothing"),
+    (cast_of_a_cast, "casts_are_needed", "is a cast that feeds only casts"),
 ]
 
 
@@ -310,6 +340,47 @@ def test_an_empty_gradient_needs_no_reduction():
     spec.check(doubled((0, 3)), "x", (spec.reduced_once,))
 
 
+def pending_state(graph: TrainingGraph, parameter: str, kind: str = PENDING_STATE) -> fx.Node:
+    return graph.add_state(StateSpec(kind, parameter, (3,), torch.float32, CPU))
+
+
+def test_what_waits_is_counted_like_a_gradient(fake_world):
+    """The gradient of a parameter that only other ranks' graphs have."""
+    graph = doubled((3,))
+    graph.add_output(pending_state(graph, "absent"), Role("gradient", "absent"))
+    reduce_gradient(graph, 0, fake_world, 1)
+    said = "node 'state_pending_absent' is the gradient of 'absent' and was reduced 0 times"
+    with pytest.raises(SpecError, match=re.escape(said)):
+        spec.check(graph, "x", (spec.reduced_once,))
+    reduce_gradient(graph, 1, fake_world, 1)
+    spec.check(graph, "x", (spec.reduced_once,))
+
+
+def test_what_waits_may_be_added_before_the_reduction_only(fake_world):
+    before, behind = doubled((3,)), doubled((3,))
+    for graph in (before, behind):
+        waiting = pending_state(graph, "p0")
+        for step in (1, 2):
+            if (graph is before) == (step == 1):
+                total = add_call(graph, aten.add.Tensor, graph.gradients()[0].node, waiting)
+                graph.set_output(0, total)
+            else:
+                reduce_gradient(graph, 0, fake_world, 1)
+    spec.check(before, "x", (spec.reduced_once,))
+    said = "is the gradient of 'p0' and was reduced 0 or 1 times"
+    with pytest.raises(SpecError, match=said):
+        spec.check(behind, "x", (spec.reduced_once,))
+
+
+def test_other_state_is_no_gradient(fake_world):
+    """A residual that is added behind the reduction is a matter of the pass that holds it."""
+    graph = doubled((3,))
+    reduce_gradient(graph, 0, fake_world, 1)
+    residual = pending_state(graph, "p0", kind="residual")
+    graph.set_output(0, add_call(graph, aten.add.Tensor, graph.gradients()[0].node, residual))
+    spec.check(graph, "x", (spec.reduced_once,))
+
+
 def test_undoing_the_reduction_later_is_noticed(fake_world):
     graph = doubled((3,))
     raw = graph.gradients()[0].node
@@ -408,3 +479,39 @@ def test_absent_gradients_have_a_place_in_the_signature():
     graph = backward_of(nn.Linear(3, 2), torch.randn(2, 3))
     absent = [row for row in spec.signature(graph) if row[1] is type(None)]
     assert [row[0].kind for row in absent] == ["input_gradient"]
+
+
+def collective(graph: TrainingGraph, group: str) -> fx.Node:
+    launch = launch_of(graph, group)
+    add_call(graph, C10D.wait_tensor.default, launch)
+    return launch
+
+
+def test_a_node_with_an_effect_may_not_go(fake_world):
+    graph = doubled((3,))
+    launch = collective(graph, fake_world)
+    before = spec.effects(graph)
+    assert len(before) == 2
+    spec.check_effects(before, graph, "some_pass")
+    graph.graph.erase_node(launch.next)
+    graph.graph.erase_node(launch)
+    with pytest.raises(SpecError, match=f"rule 'effects': node '{before[0]}' was removed"):
+        spec.check_effects(before, graph, "some_pass")
+
+
+def test_a_node_with_an_effect_may_not_pass_another(fake_world):
+    graph = doubled((3,))
+    first, second = collective(graph, fake_world), collective(graph, fake_world)
+    before = spec.effects(graph)
+    first.prepend(second)
+    with pytest.raises(SpecError, match="or moved past"):
+        spec.check_effects(before, graph, "some_pass")
+
+
+def test_new_nodes_with_an_effect_may_stand_anywhere(fake_world):
+    graph = doubled((3,))
+    first = collective(graph, fake_world)
+    before = spec.effects(graph)
+    second = collective(graph, fake_world)
+    first.prepend(second)
+    spec.check_effects(before, graph, "some_pass")

@@ -18,6 +18,7 @@ def main() -> None:
 @main.command()
 def passes() -> None:
     """List the passes: stage, contract, options and where these take their default from."""
+    from fxpasses.passes.base import FROM_GROUP
     from fxpasses.registry import has_default
     from fxpasses.registry import passes as known
 
@@ -32,5 +33,7 @@ def passes() -> None:
                 click.echo(f"    {label}: {', '.join(sorted(values))}")
         for field in dataclasses.fields(cls):
             source = field.metadata.get("environment")
+            if source in FROM_GROUP:
+                continue
             default = f" = from {source!r}" if source else f" = {field.default!r}"
             click.echo(f"    {field.name}: {field.type}{default if has_default(field) else ''}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict
+import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
@@ -23,8 +23,11 @@ from fxpasses.distributed.waiting import RankLost, waiting
 _AGREED = "agreed"
 _VERDICT_GRACE = timedelta(seconds=10)  # for rank 0 to compare, and to say so
 _ONE_LOOK = timedelta(seconds=1)  # at what may be there already, when the time is over
-_alike: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor → {id of group: number}
-_uses: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # by id of the group
+
+# By the group itself, not its name: one that is made anew has the old one's.
+_Numbers = weakref.WeakKeyDictionary[dist.ProcessGroup, int]
+_alike: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor → _Numbers, of its first use
+_uses: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[str]] = weakref.WeakKeyDictionary()
 
 
 def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
@@ -43,23 +46,35 @@ def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> tuple[int, ..
             a rank does not come within the group's timeout (naming it).
     """
     assert group.name is not None
-    key = id(process_group(group.name))  # not the name: a group that is made anew has the old one's
+    pg = process_group(group.name)
     if is_fake(group):
         return ()
-    new = {k: t for k, t in named.items() if key not in _alike.get(t, ())}
+    new = {k: t for k, t in named.items() if pg not in _alike.get(t, ())}
     if new:
-        _make_alike(group, new, key, next(_uses[key]))
-    return tuple(sorted({_alike[t][key] for t in named.values()}))
+        if pg not in _uses:
+            _uses[pg] = _places(group)
+        _make_alike(group, new, next(_uses[pg]))
+    return tuple(sorted({_alike[t][pg] for t in named.values()}))
 
 
-def _make_alike(group: Group, named: Mapping[str, torch.Tensor], key: int, number: int) -> None:
+def _places(group: Group) -> Iterator[str]:
+    """Prefixes of keys in the group's store, one a use. Groups that were made over the same store one after
+    the other have different ones: each rank counts them there.
+    """
     assert group.name is not None
-    store = dist.PrefixStore(f"fxpasses/{number}", store_of(group.name))
+    made = store_of(group.name).add(f"fxpasses/made/{group.rank}", 1)
+    return (f"fxpasses/{made}/{number}" for number in itertools.count())
+
+
+def _make_alike(group: Group, named: Mapping[str, torch.Tensor], place: str) -> None:
+    assert group.name is not None
+    pg, number = process_group(group.name), int(place.rpartition("/")[2])
+    store = dist.PrefixStore(place, store_of(group.name))
     _compare(group, store, "\n".join(f"{name}: {_form(t)}" for name, t in named.items()))
     for name, tensor in named.items():
         with waiting(group, f"the broadcast of {name}"):
             _broadcast(group.name, tensor.detach())
-        _alike.setdefault(tensor, {})[key] = number
+        _alike.setdefault(tensor, _Numbers())[pg] = number
 
 
 def _form(tensor: torch.Tensor) -> str:

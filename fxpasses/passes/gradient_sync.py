@@ -116,6 +116,7 @@ class GradientSync(Pass):
             name=f"bucket{flat.meta['bucket'].index}",
             provenance=self._origin(flat, "finish"),
         )
+        result.meta["reduced_bucket"] = flat.meta["bucket"]
         for reader in readers:
             reader.replace_input_with(flat, result)
         if not flat.users:

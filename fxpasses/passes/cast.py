@@ -1,0 +1,239 @@
+"""Run products in low precision, and around them whatever may follow, with as few casts as that takes.
+
+    before   mm(x, w) ─▶ relu ─▶ mm(…, v) ─▶ exp      after   x ─▶ cast ─┐
+                                                              w ─▶ cast ─┴▶ mm ─▶ relu ─▶ mm ─▶ cast ─▶ exp
+                                                                         v ─▶ cast ─▶ ┘
+
+Before: a joint graph, or a forward without gradients. After: operators that the table allows (`fxpasses.
+precision`) read and make the low dtype, others are as they were; inputs and outputs keep their dtypes, so that
+parameters stay fp32 masters. Each value is cast at most once, where it is made: a parameter once a step, for
+forward and backward together. Only what the program computes in fp32 is ever lowered: its own casts and what it
+computes in other dtypes stay, as do regions under `autocast(enabled=False)` and elementwise code behind an
+explicit `.float()`. It stands first: passes that follow see the graph that will run. Running it twice changes
+nothing more.
+
+Rules of `spec` hold afterwards: a product reads one dtype, no cast feeds only casts, nothing that has an effect
+has moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxpasses.config import PRECISIONS, nearest
+from fxpasses.effects import is_collective
+from fxpasses.graph import TrainingGraph
+from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.precision import (
+    ALLOW,
+    CLEAR,
+    DENY,
+    INFER,
+    KEEPS_FP32,
+    PROMOTES,
+    class_of,
+    operator_name,
+    parse_rules,
+)
+from fxpasses.rewrite import Provenance, model_line, splice
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Pass):
+    """Options: `dtype` (`bf16`, `fp16`; `fp32` does nothing), `rules` (`"aten.exp=infer;head.*=deny"`)."""
+
+    dtype: str | None = from_environment("precision")
+    rules: str | None = from_environment("precision_rules")
+
+    name: ClassVar[str] = "cast"
+    stage: ClassVar[str] = "joint"
+    preserves_numerics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in PRECISIONS:
+            raise ValueError(
+                f"option 'passes': cast{{dtype={self.dtype}}}{nearest(self.dtype, PRECISIONS)}"
+            )
+        parse_rules(self.rules or "")
+
+    def error_bound(self) -> str:
+        return (
+            "each lowered operator: |out - exact| <= eps(dtype) * (|op| of magnitudes) + fp32 accumulation, "
+            "over inputs rounded once to dtype; nothing else changes"
+        )
+
+    def run(self, graph: TrainingGraph) -> Report:
+        assert self.dtype is not None
+        low = DTYPES[self.dtype]
+        if low == torch.float32:
+            return Report(changed=False)
+        lowered = _lowered(graph, low, parse_rules(self.rules or ""))
+        if not lowered:
+            return Report(changed=False)
+        casts = _Casts(graph, low)
+        for node in list(graph.graph.nodes):
+            if node in lowered:
+                casts.lower(node)
+            elif node.op in ("call_function", "output") and not _is_conversion(node):
+                casts.raise_inputs(node, lowered)
+        return Report(True, {"lowered": len(lowered), "casts": casts.count})
+
+
+def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]:
+    """The nodes that will make the low dtype in place of fp32."""
+    kinds = {node: _kind(node, low, rules) for node in graph.walk()}
+    lowered: set[fx.Node] = set()
+    for node, kind in kinds.items():
+        if kind == ALLOW or (kind in (INFER, CLEAR) and _follows(node, lowered, low)):
+            lowered.add(node)
+    for node in reversed(kinds):  # what only leads to fp32 may as well compute in it
+        if kinds[node] == INFER and node in lowered and not node.users.keys() & lowered:
+            sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
+            if len(sources) == 1:
+                lowered.discard(node)
+    for node in reversed(kinds):  # what only moves values to products: cast in front of it, once
+        moves = kinds[node] == CLEAR and _is_movement(node)
+        if moves and node.users and all(user in lowered for user in node.users):
+            lowered.add(node)
+    return lowered
+
+
+def _kind(node: fx.Node, low: torch.dtype, rules: Any) -> str:
+    """The class of a node here: what the program pins, has an effect, or makes no fp32, is left alone."""
+    custom = node.meta.get("custom") or {}
+    kind = class_of(node, rules)
+    if custom.get("precision") == "keep" or _has_effect(node) or not _makes_fp32(node):
+        return DENY
+    if kind == INFER and (custom.get("precision") == "explicit" or not _fits(node, low)):
+        return DENY
+    return kind
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Random operators have none here: they give the same values wherever they stand."""
+    return is_collective(node) or "effect" in node.meta
+
+
+def _makes_fp32(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return bool(tensors) and tensors[0].dtype == torch.float32
+
+
+def _fits(node: fx.Node, low: torch.dtype) -> bool:
+    """Whether the numbers in its arguments are within the range of the low dtype."""
+    numbers = [a for a in node.args if isinstance(a, float) and abs(a) != float("inf")]
+    return all(abs(number) <= torch.finfo(low).max for number in numbers)
+
+
+def _follows(node: fx.Node, lowered: set[fx.Node], low: torch.dtype) -> bool:
+    """Whether all that it reads in fp32 will be low. Constants of one element don't count, if they fit."""
+    if operator_name(node) == "getitem":
+        return node.args[0] in lowered
+    read = [n for n in node.all_input_nodes if _dtype(n) in (torch.float32, low)]
+    values = [n for n in read if not _is_constant(n, low)]
+    return bool(values) and all(n in lowered or _dtype(n) == low for n in values)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        value = value[0] if value else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _is_constant(node: fx.Node, low: torch.dtype) -> bool:
+    if operator_name(node) not in ("full", "scalar_tensor") or _dtype(node) != torch.float32:
+        return False
+    value = node.args[1] if operator_name(node) == "full" else node.args[0]
+    fits = isinstance(value, int | float) and not torch.finfo(low).max < abs(value) < float("inf")
+    return fits and node.meta["val"].numel() == 1
+
+
+def _is_conversion(node: fx.Node) -> bool:
+    """A cast of the program's own: it may read either dtype."""
+    return operator_name(node) in ("convert_element_type", "_to_copy")
+
+
+def _is_movement(node: fx.Node) -> bool:
+    """One value in, the same value out, elsewhere: a cast may stand on either side of it."""
+    return len(node.all_input_nodes) == 1 and operator_name(node) != "getitem"
+
+
+class _Casts:
+    """Writes casts, each value's once."""
+
+    def __init__(self, graph: TrainingGraph, low: torch.dtype) -> None:
+        self._graph, self._low = graph, low
+        self._made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self._originals: dict[fx.Node, fx.Node] = {}  # a cast back → the value that it rounds
+        self.count = 0
+
+    def lower(self, node: fx.Node) -> None:
+        """Make a node read and make the low dtype."""
+        keep = KEEPS_FP32.get(operator_name(node), ())
+        kept = {node.args[i] for i in keep if i < len(node.args)}
+        for source in node.all_input_nodes:
+            if _dtype(source) == torch.float32 and source not in kept and not _is_tuple(source):
+                node.replace_input_with(source, self._cast(source, self._low))
+        _recompute(self._graph, node)
+
+    def raise_inputs(self, node: fx.Node, lowered: set[fx.Node]) -> None:
+        """Give a node that stays as it was fp32 in place of what has been lowered."""
+        sources = [n for n in node.all_input_nodes if n in lowered and not _is_tuple(n)]
+        sources = [n for n in sources if _dtype(n) == self._low]
+        if operator_name(node) in PROMOTES and _promotes(node, sources):
+            return
+        for source in sources:
+            node.replace_input_with(source, self._cast(source, torch.float32))
+
+    def _cast(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if (source, dtype) not in self._made:
+            self._made[source, dtype] = self._make(source, dtype)
+        return self._made[source, dtype]
+
+    def _make(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        constant = _is_constant(source, dtype)
+        self.count += not constant
+        return splice(
+            self._graph,
+            self._graph.behind(source),
+            (lambda x: torch.full((), _value(source), dtype=dtype, device=x.device))
+            if constant
+            else (lambda x: x.to(dtype)),
+            source,
+            name=f"{source.name}_{str(dtype).removeprefix('torch.')}",
+            provenance=Provenance("cast", "cast", source.name, model_line(source)),
+        )
+
+
+def _promotes(node: fx.Node, sources: list[fx.Node]) -> bool:
+    """Whether what else it reads makes it fp32 anyway. (A tensor of no dimensions does not, beside others.)"""
+    others = [n for n in node.all_input_nodes if n not in sources and _dtype(n) == torch.float32]
+    most = max((n.meta["val"].dim() for n in sources), default=0)
+    return any(n.meta["val"].dim() >= min(most, 1) for n in others)
+
+
+def _value(node: fx.Node) -> float:
+    value = node.args[1] if operator_name(node) == "full" else node.args[0]
+    assert isinstance(value, int | float)
+    return value
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), list | tuple)
+
+
+def _recompute(graph: TrainingGraph, node: fx.Node) -> None:
+    """The value of a node after its inputs have changed."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with graph.fake_mode, torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    node.meta.pop("tensor_meta", None)
