@@ -14,7 +14,7 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(VERSION))
 STAMP := $(VENV)/made-for-$(VERSION)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo test fuzz mutants lint bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
@@ -37,6 +37,12 @@ demo: $(STAMP)  ## train a small GPT on two ranks, beside DDP; ARGS=--steps=100
 
 test: $(STAMP)  ## run the tests; ARGS='-k order'
 	$(VENV)/bin/python -m pytest tests/ $(ARGS)
+
+fuzz: $(STAMP)  ## 10,000 drawn graphs for each pass; FXPASSES_EXAMPLES=1000 for fewer
+	FXPASSES_EXAMPLES=$${FXPASSES_EXAMPLES:-10000} $(VENV)/bin/python -m pytest tests/testing/test_passes.py $(ARGS)
+
+mutants: $(STAMP)  ## break our passes in hundreds of ways; the drawn graphs have to notice
+	$(VENV)/bin/python -m bench.mutants $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(VENV)/bin/ruff check .

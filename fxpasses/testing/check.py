@@ -1,0 +1,212 @@
+"""`check_pass`: hold a pass to all that has to hold of every pass, on graphs that nobody wrote by hand."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import hypothesis
+from hypothesis import strategies as st
+
+from fxpasses.config import nearest
+from fxpasses.graph import TrainingGraph
+from fxpasses.passes.base import Pass
+from fxpasses.registry import passes as known_passes
+from fxpasses.testing import strategies
+from fxpasses.testing.oracles import ORACLES, Oracle, Run, run_pass
+from fxpasses.testing.oracles.base import copied
+from fxpasses.testing.program import Program
+from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
+from fxpasses.testing.synthetic import GradientGraph
+
+EXAMPLES_VARIABLE = "FXPASSES_EXAMPLES"
+DEFAULT_EXAMPLES = 200
+# A program is captured in a second or so, a gradient graph made in milliseconds.
+EXAMPLES_TO_A_PROGRAM = 25
+# Explanations would run everything once more.
+PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
+
+
+def check_pass(
+    subject: type[Pass] | Pass,
+    *,
+    examples: int | None = None,
+    programs: int | None = None,
+    oracles: Iterable[Oracle] = (),
+    graphs: st.SearchStrategy[Any] | None = None,
+) -> None:
+    """Prove a pass on drawn graphs and programs; call it from a test.
+
+        def test_clipping():
+            check_pass(ClipGradients(limit=0.5))
+
+    Args:
+        subject: a pass, or its class where every option has a default. Options that come from the backend
+            or the process group are drawn where they are None.
+        examples: how many graphs; the environment variable `FXPASSES_EXAMPLES` overrides it. 200 if not given.
+        programs: how many captured programs; one for each 25 graphs if not given.
+        oracles: what else has to hold of a run of this pass.
+        graphs: another strategy of things that `build()` a graph and have a `source()`.
+
+    Raises:
+        OracleFailure: names oracle, pass and node; the smallest graph that shows it is printed as source.
+        ValueError: when no known pass provides what this one requires.
+    """
+    current = subject() if isinstance(subject, type) else subject
+    every = (*ORACLES, *oracles)
+    wanted = count_of_examples(examples)
+    if current.stage == "backward":
+        drawn = gradient_graphs() if graphs is None else graphs
+        _search(current, drawn, wanted, every)
+    share = EXAMPLES_TO_A_PROGRAM if current.stage == "backward" else EXAMPLES_TO_A_PROGRAM // 5
+    count = max(wanted // share, 1) if programs is None else programs
+    if count:
+        _search(current, _programs(current.stage), count, every)
+
+
+def property_test(
+    subject: type[Pass] | Pass, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
+    """As a decorator: the function below is one more oracle, and becomes a test.
+
+    @property_test(ClipGradients(limit=0.5))
+    def test_clipping(run):
+        assert "all_reduce" not in str(run.after.graph)
+    """
+
+    def decorate(oracle: Callable[[Run], None]) -> Callable[[], None]:
+        def test() -> None:
+            check_pass(subject, oracles=(oracle,), **options)
+
+        test.__name__, test.__doc__ = oracle.__name__, oracle.__doc__
+        test.__module__, test.__qualname__ = oracle.__module__, oracle.__qualname__
+        return test
+
+    return decorate
+
+
+def count_of_examples(default: int | None = None) -> int:
+    """How many examples to try: the environment's wish, the caller's, or 200."""
+    wish = os.environ.get(EXAMPLES_VARIABLE)
+    if wish is not None:
+        if not wish.isdigit() or int(wish) < 1:
+            raise ValueError(f"{EXAMPLES_VARIABLE}={wish}: expected a whole number, 1 or more")
+        return int(wish)
+    return DEFAULT_EXAMPLES if default is None else default
+
+
+def settings(examples: int, **others: Any) -> hypothesis.settings:
+    """The same examples on every run, with no limit of time: the first use of an operator is slow."""
+    return hypothesis.settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=PHASES,
+        **others,
+    )
+
+
+def _search(
+    current: Pass, sources: st.SearchStrategy[Any], examples: int, oracles: Sequence[Oracle]
+) -> None:
+    @settings(examples)
+    @hypothesis.given(sources, environments(), SEEDS)
+    def search(source: Any, environment: dict[str, Any], seed: int) -> None:
+        check_run(current, source, environment, seed, oracles)
+
+    search()
+
+
+def check_run(
+    current: Pass,
+    source: Any,
+    environment: Mapping[str, Any],
+    seed: int = 0,
+    oracles: Iterable[Oracle] = ORACLES,
+) -> Run:
+    """Run a pass over one graph in one environment, and hold it to oracles.
+
+    Args:
+        source: has `build()` and `source()`, such as a `GradientGraph`.
+    """
+    try:
+        run = run_over(current, source.build(), environment, seed)
+        for oracle in oracles:
+            oracle(run)
+    except Exception as error:
+        where = f"pass {current.spec!r} with {dict(environment)}, seed {seed}"
+        error.add_note(f"{where}, over\n\n{source.source()}")
+        raise
+    return run
+
+
+def run_over(
+    current: Pass, graph: TrainingGraph, environment: Mapping[str, Any], seed: int = 0
+) -> Run:
+    """Run a pass on every rank, behind the passes that provide what it requires."""
+    provided: frozenset[str] = frozenset()
+    for earlier in prerequisites(current):
+        graph = copied(graph)
+        earlier.bind({**environment, "rank": 0}).run(graph)
+        provided |= earlier.provides
+    ranks = range(environment["world"])
+    bound = [current.bind({**environment, "rank": rank}) for rank in ranks]
+    return run_pass(bound, graph, provided, seed)
+
+
+def prerequisites(current: Pass) -> list[Pass]:
+    """The passes to run first, so that what a pass requires is there.
+
+    Raises:
+        ValueError: when no known pass provides it.
+    """
+    found: list[Pass] = []
+    for wanted in sorted(current.requires):
+        if any(wanted in earlier.provides for earlier in found):
+            continue
+        known = known_passes()
+        provider = next((cls for cls in known.values() if wanted in cls.provides), None)
+        if provider is None:
+            offered = sorted(set().union(*(cls.provides for cls in known.values())))
+            raise ValueError(
+                f"pass {current.name!r} requires {wanted!r}, which no known pass provides"
+                f"{nearest(wanted, offered)}"
+            )
+        found += [p for p in (*prerequisites(provider()), provider()) if p not in found]
+    return found
+
+
+@functools.cache
+def _programs(stage: str) -> st.SearchStrategy[Any]:
+    return strategies.programs().map(lambda program: _OfProgram(program, stage))
+
+
+class _OfProgram:
+    """The joint or backward graph of a program."""
+
+    def __init__(self, program: Program, stage: str) -> None:
+        self._program, self._stage = program, stage
+
+    def build(self) -> TrainingGraph:
+        return getattr(self._program.captured(), self._stage)
+
+    def source(self) -> str:
+        return self._program.source()
+
+    def __repr__(self) -> str:
+        return repr(self._program)
+
+
+__all__ = [
+    "GradientGraph",
+    "check_pass",
+    "check_run",
+    "count_of_examples",
+    "property_test",
+    "settings",
+]

@@ -1,0 +1,145 @@
+"""What oracles look at: a pass that ran, the graph before it, and the graphs that each rank has after it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpasses.graph import StateSpec, TrainingGraph
+from fxpasses.passes.base import Pass, Report
+from fxpasses.testing.values import random_inputs
+from fxpasses.testing.world import Launch, World, WorldError
+
+
+class OracleFailure(AssertionError):
+    """A pass did what it may not: names the oracle, the pass and the node."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A graph on all ranks: what each returned, and which collectives were carried out."""
+
+    results: list[tuple[Any, ...]]
+    launches: list[list[Launch]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A pass that ran over a graph, once on each rank.
+
+    Attributes:
+        passes: the pass, as each rank has it.
+        before: the graph before; nothing may write to it.
+        afters: the graph of each rank after its run.
+        reports: what each run reported.
+        provided: what holds now: by this pass and by those before it.
+        seed: of the inputs.
+    """
+
+    passes: tuple[Pass, ...]
+    before: TrainingGraph
+    afters: tuple[TrainingGraph, ...]
+    reports: tuple[Report, ...]
+    provided: frozenset[str] = frozenset()
+    seed: int = 0
+
+    @property
+    def current(self) -> Pass:
+        return self.passes[0]
+
+    @property
+    def after(self) -> TrainingGraph:
+        return self.afters[0]
+
+    @property
+    def world(self) -> int:
+        return len(self.passes)
+
+    @functools.cached_property
+    def traced_before(self) -> Trace:
+        return trace([self.before] * self.world, self.seed)
+
+    @functools.cached_property
+    def traced_after(self) -> Trace:
+        return trace(self.afters, self.seed)
+
+    def again(self) -> Run:
+        """The run of the same pass over what it made."""
+        return run_pass(self.passes, self.after, self.provided, self.seed, separate=1)
+
+
+Oracle = Callable[[Run], None]
+
+
+def run_pass(
+    passes: Sequence[Pass],
+    graph: TrainingGraph,
+    provided: frozenset[str] = frozenset(),
+    seed: int = 0,
+    separate: int = 2,
+) -> Run:
+    """Run a pass on each rank, over copies of a graph.
+
+    Args:
+        separate: how many ranks run it themselves where no rank's pass differs from another's; the others
+            share what these made.
+    """
+    runs: list[tuple[TrainingGraph, Report]] = []
+    for position, current in enumerate(passes):
+        if position >= separate and current == passes[0]:
+            runs.append(runs[position % separate])
+            continue
+        after = copied(graph)
+        runs.append((after, current.run(after)))
+    afters, reports = zip(*runs, strict=True)
+    now = provided | passes[0].provides
+    return Run(tuple(passes), graph, afters, reports, now, seed)
+
+
+def copied(graph: TrainingGraph) -> TrainingGraph:
+    return TrainingGraph(copy.deepcopy(graph.module), graph.decompositions)
+
+
+def trace(graphs: Sequence[TrainingGraph], seed: int) -> Trace:
+    """Run graphs, one for each rank, on random inputs."""
+    inputs = [random_inputs(graph, seed * 97 + rank) for rank, graph in enumerate(graphs)]
+    world = World(graphs, inputs)
+    try:
+        return Trace(world.run(), world.launches)
+    except WorldError as error:
+        raise OracleFailure(f"oracle 'lock_step': {error}") from error
+
+
+def fail(oracle: str, run: Run, what: str, node: fx.Node | None = None) -> None:
+    """Raise `OracleFailure` with all that it has to name."""
+    where = f"node {node.name!r}: " if node is not None else ""
+    raise OracleFailure(f"oracle {oracle!r}: pass {run.current.spec!r}: {where}{what}")
+
+
+def structure(graph: TrainingGraph) -> list[tuple[Any, ...]]:
+    """The nodes of a graph without their names: equal for graphs that compute the same in the same way."""
+    place = {node: f"%{i}" for i, node in enumerate(graph.graph.nodes)}
+    rows = []
+    for node in graph.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), place.__getitem__)
+        target = "" if node.op == "placeholder" else str(node.target)
+        rows.append((node.op, target, _plain(args), _plain(kwargs)))
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((k, _plain(v)) for k, v in value.items()))
+    return str(value)
+
+
+def state_of(graph: TrainingGraph) -> list[StateSpec]:
+    """The state that a graph asks for."""
+    return [node.meta["state"] for node, _ in graph.inputs("state")]

@@ -1,0 +1,171 @@
+"""Oracles of structure: effects, the dump, memory."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpasses.effects import is_effectful
+from fxpasses.graph import TrainingGraph
+from fxpasses.observers import Dump
+from fxpasses.pipeline import Done
+from fxpasses.testing.oracles.base import Run, copied, fail, structure, trace
+from fxpasses.testing.oracles.numerics import bitwise
+from fxpasses.testing.values import random_inputs
+
+
+def effects_survive(run: Run) -> None:
+    """Eliminating dead code keeps every node with an effect, those that were there before too, and results."""
+    before = [str(n.target) for n in run.before.walk() if is_effectful(n)]
+    after = [str(n.target) for n in run.after.walk() if is_effectful(n)]
+    for target in set(before):
+        if after.count(target) < before.count(target):
+            fail("effects_survive", run, f"a call of {target} is gone")
+    lean = copied(run.after)
+    lean.eliminate_dead_code()
+    if [str(n.target) for n in lean.walk() if is_effectful(n)] != after:
+        fail("effects_survive", run, "eliminating dead code drops or moves effects")
+    if len(lean.graph.nodes) == len(run.after.graph.nodes):
+        return
+    lean_trace = trace([lean] * run.world, run.seed)
+    if not _same(lean_trace.results[0], run.traced_after.results[0]):
+        fail("effects_survive", run, "eliminating dead code changes results")
+
+
+def no_dead_code(run: Run) -> None:
+    """A pass leaves nothing behind that nobody needs: of its own, or because it took the last use away."""
+    idle_before = _idle(run.before)
+    for name in _idle(run.after) - idle_before:
+        node = next(n for n in run.after.walk() if n.name == name)
+        fail("no_dead_code", run, "is left and nothing uses it", node)
+
+
+def _idle(graph: TrainingGraph) -> set[str]:
+    lean = copied(graph)
+    lean.eliminate_dead_code()
+    return {n.name for n in graph.walk()} - {n.name for n in lean.walk()}
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(bitwise(x, y) for x, y in zip(a, b, strict=True))
+
+
+def dump_reads_back(run: Run) -> None:
+    """The dumped text is Python that makes the same graph, and describes its inputs and outputs.
+
+    The text of a graph that calls others (`torch.cond`) only names these; there it has to be Python, no more.
+    """
+    text, graph = dumped(run), run.after
+    calls_graphs = bool(graph.graph.find_nodes(op="get_attr"))
+    ours = structure(graph)
+    theirs = ours if calls_graphs else structure(TrainingGraph(parsed(text)))
+    compile(text, "<dump>", "exec")
+    for old, new in zip(ours, theirs, strict=False):
+        if old != new:
+            fail("dump_reads_back", run, f"{old} became {new}")
+    if len(ours) != len(theirs):
+        fail("dump_reads_back", run, f"{len(ours)} nodes became {len(theirs)}")
+    for node, role in graph.inputs():
+        if f"# input {node.name}: {role.kind} {role.name}\n" not in text:
+            fail("dump_reads_back", run, "is an input that the dump does not describe", node)
+    for at, value, role in graph.outputs():
+        if f"# output {at}: {role.kind} {role.name} = {value}\n" not in text:
+            fail("dump_reads_back", run, f"output {at} is not described by the dump", value)
+
+
+def dumped(run: Run) -> str:
+    """What an observer writes of a graph."""
+    with tempfile.TemporaryDirectory() as folder:
+        Dump(Path(folder))(Done(run.current, run.reports[0]), None, run.after)
+        (path,) = Path(folder).iterdir()
+        return path.read_text()
+
+
+def parsed(text: str) -> fx.GraphModule:
+    """Run dumped text and trace the function that it defines."""
+    namespace = {
+        "torch": torch,
+        "device": torch.device,
+        "inf": math.inf,
+        "nan": math.nan,
+    }
+    exec(compile(text, "<dump>", "exec"), namespace)
+    return fx.symbolic_trace(
+        type("Dumped", (torch.nn.Module,), {"forward": namespace["forward"]})()
+    )
+
+
+def memory_kept(run: Run) -> None:
+    """What the graph writes and shares stays so: inputs keep their values unless they were written before,
+    and outputs share memory with each other, or with an input, only if they did before.
+    """
+    was_written, was_shared = _memory(run.before, run.seed)
+    now_written, now_shared = _memory(run.after, run.seed)
+    if was_written != now_written:
+        fail(
+            "memory_kept", run, f"writes inputs {sorted(now_written)}, before {sorted(was_written)}"
+        )
+    kinds = {("output", at): role.kind for at, _, role in run.before.outputs()}
+    gone = {
+        pair
+        for pair in was_shared - now_shared
+        if not any(kinds.get(x) == "gradient" for x in pair)
+    }
+    added = {pair for pair in now_shared - was_shared if not any(x[0] == "state" for x in pair)}
+    if added or gone:
+        fail(
+            "memory_kept",
+            run,
+            f"shared memory: added {sorted(map(sorted, added))}, gone {sorted(map(sorted, gone))}",
+        )
+
+
+def _memory(graph: TrainingGraph, seed: int) -> tuple[set[str], set[frozenset[tuple[str, Any]]]]:
+    """Names of inputs that one rank's run writes, and pairs of inputs and outputs that share memory."""
+    from fxpasses.testing.world import World
+
+    inputs = random_inputs(graph, seed)
+    kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+    (results,) = World([graph], [inputs]).run()
+    written = {
+        role.name
+        for (_, role), old, new in zip(graph.inputs(), kept, inputs, strict=True)
+        if not bitwise(old, new)
+    }
+    named: list[tuple[tuple[str, Any], Any]] = [
+        (("state" if role.kind == "state" else "input", role.name), value)
+        for (_, role), value in zip(graph.inputs(), inputs, strict=True)
+    ]
+    named += [
+        (("state" if role.kind == "state" else "output", at), results[at])
+        for at, _, role in graph.outputs()
+    ]
+    shared = {
+        frozenset({a, b})
+        for i, (a, x) in enumerate(named)
+        for b, y in named[i + 1 :]
+        if _overlap(x, y)
+    }
+    return written, shared
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    if not (a.numel() and b.numel()) or a.data_ptr() == 0:
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (a_first, a_end), (b_first, b_end) = _extent(a), _extent(b)
+    return a_first < b_end and b_first < a_end
+
+
+def _extent(value: torch.Tensor) -> tuple[int, int]:
+    last = sum((s - 1) * t for s, t in zip(value.shape, value.stride(), strict=True))
+    first = value.data_ptr()
+    return first, first + (last + 1) * value.element_size()

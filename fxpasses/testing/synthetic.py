@@ -1,0 +1,244 @@
+"""Gradient graphs as plain data: a few tangents, operators between them, and which values are gradients.
+
+Far cheaper than capturing a program (milliseconds), and free to be odd: one node that is the gradient of two
+parameters, a tangent that is one itself, gradients that are empty, 0-dim, expanded or strided. Every list of
+numbers is a graph: a step that does not fit its arguments becomes a negation, so that shrinking never leaves
+the valid ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from fxpasses.graph import BUFFER_STATE, Role, StateSpec, TrainingGraph
+
+aten = torch.ops.aten
+LAYOUTS = ("contiguous", "transposed", "rotated", "strided", "expanded")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An input: its shape, dtype and layout in memory (one of `LAYOUTS`)."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layout: str = "contiguous"
+
+    def stride(self) -> tuple[int, ...]:
+        order = list(range(len(self.shape)))
+        if self.layout == "transposed":
+            order.reverse()
+        if self.layout == "rotated":  # from three dimensions on, not its own inverse
+            order = order[1:] + order[:1]
+        step = 2 if self.layout == "strided" else 1
+        strides = dict.fromkeys(order, 0)
+        for dimension in reversed(order):
+            strides[dimension] = step
+            step *= max(self.shape[dimension], 1)
+        if self.layout == "expanded" and self.shape:
+            strides[0] = 0
+        return tuple(strides[d] for d in range(len(self.shape)))
+
+    def empty(self) -> torch.Tensor:
+        dtype = getattr(torch, self.dtype)
+        return torch.empty_strided(self.shape, self.stride(), dtype=dtype)
+
+    def source(self) -> str:
+        return f"torch.empty_strided({self.shape}, {self.stride()}, dtype=torch.{self.dtype})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An operator and its arguments: positions among the values so far, counted round and round."""
+
+    operator: str
+    a: int = 0
+    b: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientGraph:
+    """A backward graph.
+
+    Attributes:
+        tangents, saved: its inputs.
+        steps: what it computes.
+        gradients: for each parameter the position of its gradient among the values; None: it has none.
+        input_gradients: positions of the gradients of inputs, which nobody reduces.
+        buffers: those that the forward wrote.
+    """
+
+    tangents: tuple[Leaf, ...]
+    steps: tuple[Step, ...] = ()
+    gradients: tuple[int | None, ...] = ()
+    saved: tuple[Leaf, ...] = ()
+    input_gradients: tuple[int, ...] = ()
+    buffers: tuple[Leaf, ...] = ()
+
+    def build(self) -> TrainingGraph:
+        """The graph; each build is a new one, equal to the others."""
+        return _Builder(self).build()
+
+    def source(self) -> str:
+        """The graph as a script that runs alone."""
+        return _render(self)
+
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def _calls(step: Step, a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """Operators of a step, on `"a"`, `"b"` and `"_"` (what the operator before made)."""
+    calls = _STEPS[step.operator](a, b)
+    return calls or [(aten.neg.default, ("a",), {})]
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], list[Call]]:
+    return lambda a, b: [(aten._to_copy.default, ("a",), {"dtype": dtype})]
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    fits = a.dim() == b.dim() == 2 and a.dtype == b.dtype and a.shape[0] == b.shape[0]
+    return (
+        [(aten.permute.default, ("a", [1, 0]), {}), (aten.mm.default, ("_", "b"), {})]
+        if fits
+        else []
+    )
+
+
+_STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], list[Call]]] = {
+    "neg": lambda a, b: [],
+    "double": lambda a, b: [(aten.mul.Tensor, ("a", 2), {})],
+    "sin": lambda a, b: [(aten.sin.default, ("a",), {})],
+    "add": lambda a, b: [(aten.add.Tensor, ("a", "b"), {})] if _alike(a, b) else [],
+    "mul": lambda a, b: [(aten.mul.Tensor, ("a", "b"), {})] if _alike(a, b) else [],
+    "product": _product,
+    "transpose": lambda a, b: [(aten.permute.default, ("a", list(range(a.dim()))[::-1]), {})],
+    "flatten": lambda a, b: (
+        [(aten.view.default, ("a", [-1]), {})] if a.numel() and a.is_contiguous() else []
+    ),
+    "total": lambda a, b: [(aten.sum.default, ("a",), {})],
+    "sum": lambda a, b: [(aten.sum.dim_IntList, ("a", [0]), {})] if a.dim() else [],
+    "expand": lambda a, b: [(aten.expand.default, ("a", [2, *a.shape]), {})] if a.dim() < 3 else [],
+    "unsqueeze": lambda a, b: [(aten.unsqueeze.default, ("a", 0), {})] if a.dim() < 3 else [],
+    "rest": lambda a, b: [(aten.slice.Tensor, ("a", 0, 1), {})] if a.dim() and a.shape[0] else [],
+    "bfloat16": _cast(torch.bfloat16),
+    "float32": _cast(torch.float32),
+    "float64": _cast(torch.float64),
+    "max": lambda a, b: (
+        [(aten.max.dim, ("a", 0), {}), ("getitem", ("_", 0), {})]
+        if a.dim() and a.shape[0] and a.numel()
+        else []
+    ),
+}
+OPERATORS = tuple(_STEPS)
+
+
+class _Builder:
+    def __init__(self, spec: GradientGraph) -> None:
+        self.spec = spec
+        self.mode = FakeTensorMode()
+        self.graph = fx.Graph()
+        self.values: list[fx.Node] = []
+
+    def build(self) -> TrainingGraph:
+        for kind, leaves in (("tangent", self.spec.tangents), ("saved", self.spec.saved)):
+            for position, leaf in enumerate(leaves):
+                self.values.append(self._placeholder(f"{kind}s_{position}", kind, leaf))
+        for step in self.spec.steps:
+            self.values.append(self._step(step))
+        values, roles = zip(*self._outputs(), strict=True) if self._outputs() else ((), ())
+        self.graph.output(tuple(values)).meta["roles"] = tuple(roles)
+        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        module.meta.update(fake_mode=self.mode, written_buffers=self._buffers())
+        return TrainingGraph(module)
+
+    def _placeholder(self, name: str, kind: str, leaf: Leaf) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta.update(role=Role(kind, name), val=leaf.empty())
+        return node
+
+    def _pick(self, position: int) -> fx.Node:
+        return self.values[position % len(self.values)]
+
+    def _step(self, step: Step) -> fx.Node:
+        named = {"a": self._pick(step.a), "b": self._pick(step.b)}
+        for target, args, kwargs in _calls(step, named["a"].meta["val"], named["b"].meta["val"]):
+            named["_"] = self._call(
+                target, [named.get(x, x) if isinstance(x, str) else x for x in args], kwargs
+            )
+        return named["_"]
+
+    def _call(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        function = operator.getitem if target == "getitem" else target
+        node = self.graph.call_function(function, tuple(args), kwargs)
+        with self.mode:
+            values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in args]
+            node.meta["val"] = function(*values, **kwargs)
+        return node
+
+    def _outputs(self) -> list[tuple[fx.Node | None, Role]]:
+        own = [
+            (None if at is None else self._pick(at), Role("gradient", parameter_name(i)))
+            for i, at in enumerate(self.spec.gradients)
+        ]
+        inputs = [
+            (self._pick(at), Role("input_gradient", f"x{i}"))
+            for i, at in enumerate(self.spec.input_gradients)
+        ]
+        return own + inputs
+
+    def _buffers(self) -> tuple[StateSpec, ...]:
+        cpu = torch.device("cpu")
+        return tuple(
+            StateSpec(BUFFER_STATE, f"norm{i}.running", b.shape, getattr(torch, b.dtype), cpu)
+            for i, b in enumerate(self.spec.buffers)
+        )
+
+
+def parameter_name(position: int) -> str:
+    return f"layer{position}.weight"
+
+
+def _render(spec: GradientGraph) -> str:
+    graph = spec.build()
+    lines = [
+        "import torch",
+        "",
+        "",
+        "def backward({}):".format(", ".join(n.name for n, _ in graph.inputs())),
+    ]
+    for node in graph.walk():
+        lines.append(f"    {node.name} = {_render_call(node)}")
+    names = [str(node) for _, node, _ in graph.outputs()]
+    lines.append(f"    return ({''.join(name + ', ' for name in names)})")
+    roles = ", ".join(f"{role.kind} {role.name}" for _, _, role in graph.outputs())
+    lines += ["", "", f"# outputs: {roles or 'none'}"]
+    lines += [f"# writes: {b.name} {b.dtype}{list(b.shape)}" for b in graph.written_buffers]
+    leaves = spec.tangents + spec.saved
+    lines += [
+        f"{n.name} = {leaf.source()}" for (n, _), leaf in zip(graph.inputs(), leaves, strict=True)
+    ]
+    arguments = ", ".join(n.name for n, _ in graph.inputs())
+    lines += [f"print(backward({arguments}))", "", f"# as data: {spec!r}"]
+    return "\n".join(lines)
+
+
+def _render_call(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return f"{node.args[0]}[{node.args[1]}]"
+    arguments = [str(list(a)) if isinstance(a, Sequence) else str(a) for a in node.args]
+    arguments += [f"{key}={value}" for key, value in node.kwargs.items()]
+    return f"torch.ops.{node.target}({', '.join(arguments)})"

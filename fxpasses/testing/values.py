@@ -1,0 +1,44 @@
+"""Real inputs for a graph, from the fake ones."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+from fxpasses.graph import Role, TrainingGraph
+
+
+def random_inputs(graph: TrainingGraph, seed: int = 0) -> list[Any]:
+    """Real inputs in the layouts of the fake ones.
+
+    Floats are normally distributed, masks drawn, and other integers zero, since they may be positions. A
+    size that is not known takes the value that it had when the graph was traced. What an input is given
+    depends on its role alone, so two graphs that share inputs get the same values for them.
+    """
+    return [_value(node.meta["val"], role, seed) for node, role in graph.inputs()]
+
+
+def _value(fake: Any, role: Role, seed: int) -> Any:
+    if not isinstance(fake, torch.Tensor):
+        return hint(fake)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{role} {seed}".encode()))
+    shape, stride = [[hint(x) for x in xs] for xs in (fake.shape, fake.stride())]
+    real = torch.empty_strided(shape, stride, dtype=fake.dtype)
+    # An expanded tensor holds fewer elements than it shows: what is drawn goes to its memory.
+    kept = [1 if t == 0 and s else s for s, t in zip(shape, stride, strict=True)]
+    memory = real.as_strided(kept, stride)
+    if fake.dtype.is_floating_point or fake.dtype.is_complex:
+        memory.copy_(torch.randn(kept, generator=generator, dtype=torch.float64))
+    elif fake.dtype is torch.bool:
+        memory.copy_(torch.randint(2, kept, generator=generator))
+    else:
+        memory.zero_()
+    return real
+
+
+def hint(size: Any) -> Any:
+    """The number that a symbolic size stood for when the graph was traced."""
+    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return size.node.hint if symbolic else size

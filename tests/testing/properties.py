@@ -1,0 +1,751 @@
+"""What holds of our own passes on every graph, beside what holds of every pass.
+
+Written from what the passes promise, not from how they do it: the expected buckets, for one, are counted
+here anew. `PROPERTIES` is what the mutants in `bench/mutants.py` have to survive, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from fxpasses.distributed.plans import Form, Union
+from fxpasses.effects import is_launch, is_wait
+from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph
+from fxpasses.passes.base import Pass
+from fxpasses.passes.bucketing import Bucketing
+from fxpasses.passes.gradient_sync import GradientSync
+from fxpasses.passes.participation import Participation
+from fxpasses.passes.running_stats import RunningStats
+from fxpasses.rewrite import Provenance, model_line, splice
+from fxpasses.spec import check as check_rules
+from fxpasses.spec import reduced_once
+from fxpasses.testing.check import check_pass, run_over, settings
+from fxpasses.testing.oracles import Run, orders_agree
+from fxpasses.testing.oracles.base import copied, run_pass, trace
+from fxpasses.testing.oracles.kept import no_dead_code
+from fxpasses.testing.oracles.numerics import bitwise, results_right
+from fxpasses.testing.program import Layer, Program
+from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
+from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step, parameter_name
+from fxpasses.testing.values import random_inputs
+from fxpasses.testing.world import run_world
+from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
+
+WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def numel(gradient: Gradient) -> Any:
+    return gradient.node.meta["val"].numel()
+
+
+# Bucketing
+
+
+def buckets_as_promised(run: Run) -> None:
+    """Buckets hold the gradients in the order in which the graph makes them (or the agreed one), close once
+    they hold enough, and stand right behind the last of them.
+    """
+    current, graph = run.current, run.after
+    assert isinstance(current, Bucketing) and current.mb is not None
+    flats = [n for n in graph.walk() if "bucket" in n.meta]
+    expected = _expected_buckets(run.before, current.mb * 2**20, current.layout)
+    found = [n.meta["bucket"].parameters for n in flats]
+    assert found == expected, f"buckets {found}, expected {expected}"
+    sizes = {g.parameter: numel(g) for g in run.before.gradients()}
+    for index, node in enumerate(flats):
+        bucket = node.meta["bucket"]
+        assert bucket.index == index and node.meta["val"].dim() == 1
+        assert bucket.numels == tuple(sizes[p] for p in bucket.parameters)
+        assert bucket.model_line == model_line(_producer(run, bucket.parameters[-1]))
+        assert node.meta["provenance"].parameters == bucket.parameters
+    assert run.reports[0].counts == {"buckets": len(flats), "gradients": sum(map(len, expected))}
+    _stand_right_behind(run, flats)
+    _layouts_kept(run)
+
+
+def _producer(run: Run, parameter: str) -> fx.Node:
+    return next(g.node for g in run.before.gradients() if g.parameter == parameter)
+
+
+def _expected_buckets(
+    graph: TrainingGraph, limit: float, layout: tuple[str, ...] | None
+) -> list[tuple[str, ...]]:
+    names = [n.name for n in graph.graph.nodes]
+    gradients = [g for g in graph.gradients() if numel(g)]
+    key = (
+        (lambda g: names.index(g.node.name))
+        if layout is None
+        else (lambda g: layout.index(g.parameter))
+    )
+    done: list[list[Gradient]] = []
+    for _, group in itertools.groupby(sorted(gradients, key=_dtype), key=_dtype):
+        bucket: list[Gradient] = []
+        for gradient in sorted(group, key=key):
+            bucket.append(gradient)
+            if sum(numel(g) * g.node.meta["val"].element_size() for g in bucket) >= limit:
+                done.append(bucket)
+                bucket = []
+        done += [bucket] if bucket else []
+    done.sort(key=lambda bucket: (key(bucket[-1]), bucket[-1].index))
+    return [tuple(g.parameter for g in bucket) for bucket in done]
+
+
+def _dtype(gradient: Gradient) -> str:
+    return str(gradient.node.meta["val"].dtype)
+
+
+def _stand_right_behind(run: Run, flats: list[fx.Node]) -> None:
+    """No operator of the program stands between a bucket and the last gradient that it, or one before it,
+    holds; no view stands before one.
+    """
+    order = [n.name for n in run.after.graph.nodes]
+    own = {n.name for n in run.before.walk()}
+    latest = 0
+    for flat in flats:
+        members = [_producer(run, p).name for p in flat.meta["bucket"].parameters]
+        latest = max(latest, *(order.index(name) for name in members))
+        between = own & set(order[latest + 1 : order.index(flat.name)])
+        assert not between, f"{sorted(between)} stand between {flat.name!r} and its last gradient"
+    views = [
+        n for n in run.after.walk() if getattr(n.meta.get("provenance"), "rule", "") == "unflatten"
+    ]
+    last = max([order.index(name) for name in own], default=0)
+    assert all(order.index(n.name) > last for n in views), "a view stands among the computation"
+
+
+def _layouts_kept(run: Run) -> None:
+    """A dense gradient keeps its strides, without an agreed order; everything else becomes contiguous."""
+    after = {g.parameter: g.node for g in run.after.gradients()}
+    for gradient in run.before.gradients():
+        old, new = gradient.node.meta["val"], after[gradient.parameter].meta["val"]
+        if not numel(gradient) or any(isinstance(s, torch.SymInt) for s in old.shape):
+            continue
+        dense = torch.empty_like(old).stride() == old.stride() and not _overlaps(old)
+        keeps = dense and run.current.layout is None  # type: ignore[attr-defined]
+        expected = old.stride() if keeps else torch.empty(old.shape, device="meta").stride()
+        assert _relevant(new.shape, new.stride()) == _relevant(old.shape, expected)
+        if dense and run.current.layout is None:  # type: ignore[attr-defined]
+            copies = [n for n in _between(gradient.node, run) if "clone" in str(n.target)]
+            assert not copies, f"{gradient.parameter} is copied by {copies} before its bucket is"
+
+
+def _between(node: fx.Node, run: Run) -> list[fx.Node]:
+    """The new nodes on the way from a gradient to its bucket."""
+    mine = next(n for n in run.after.graph.nodes if n.name == node.name)
+    known = {n.name for n in run.before.graph.nodes}
+    found, pending = [], [mine]
+    while pending:
+        for user in pending.pop().users:
+            if user.name not in known and user.op == "call_function" and "bucket" not in user.meta:
+                found.append(user)
+                pending.append(user)
+    return found
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    return any(t == 0 and s > 1 for s, t in zip(value.shape, value.stride(), strict=True))
+
+
+def _relevant(shape: Any, stride: Any) -> list[int]:
+    return [t for s, t in zip(shape, stride, strict=True) if s > 1]
+
+
+# Gradient synchronisation
+
+
+def sync_as_promised(run: Run) -> None:
+    """One launch a bucket, right behind it, in the wire's dtype; waits in order, and behind everything."""
+    current, graph = run.current, run.after
+    assert isinstance(current, GradientSync)
+    flats = [n.meta["bucket"] for n in run.before.walk() if "bucket" in n.meta]
+    launches = [n for n in graph.walk() if is_launch(n)]
+    waits = [n for n in graph.walk() if is_wait(n)]
+    assert [n.meta["provenance"].parameters for n in launches] == [b.parameters for b in flats]
+    assert [n.meta["provenance"].model_line for n in launches] == [b.model_line for b in flats]
+    assert [w.args[0] for w in waits] == launches
+    for launch, bucket in zip(launches, flats, strict=True):
+        payload = launch.args[0]
+        assert launch.target is torch.ops._c10d_functional.all_reduce.default
+        assert launch.args[1:] == ("sum", current.group) and launch.meta["reduces"] is True
+        assert payload.meta["val"].numel() == sum(bucket.numels)
+        own = _producer(run, bucket.parameters[0]).meta["val"].dtype
+        assert payload.meta["val"].dtype == (WIRE[current.dtype] if current.dtype else own)
+        assert payload.meta["bucket"] == bucket
+    total = sum(
+        n.args[0].meta["val"].numel() * n.args[0].meta["val"].element_size() for n in launches
+    )
+    assert run.reports[0].counts == {"all_reduces": len(launches), "bytes": total}
+    _launched_early(run, launches)
+    if current.overlap:
+        _awaited_late(run, waits)
+    else:
+        assert [launch.next for launch in launches] == waits
+
+
+def _launched_early(run: Run, launches: list[fx.Node]) -> None:
+    """A launch stands where its bucket stood."""
+    old = [n.name for n in run.before.graph.nodes]
+    new = [n.name for n in run.after.graph.nodes]
+    flats = [n for n in run.before.walk() if "bucket" in n.meta]
+    kept = set(new)
+    for flat, launch in zip(flats, launches, strict=True):
+        before = {n for n in old[: old.index(flat.name)] if n in kept}
+        behind = {n for n in old[old.index(flat.name) + 1 :] if n in kept}
+        at = new.index(launch.name)
+        assert before <= set(new[:at]) and behind <= set(new[at + 1 :]), f"{launch.name} moved"
+
+
+def _awaited_late(run: Run, waits: list[fx.Node]) -> None:
+    views = {
+        n.name
+        for n in run.after.walk()
+        if getattr(n.meta.get("provenance"), "rule", "") == "unflatten"
+    }
+    order = [n.name for n in run.after.walk()]
+    own = [
+        order.index(n.name)
+        for n in run.after.walk()
+        if n.name not in views and getattr(n.meta.get("provenance"), "rule", "") != "finish"
+    ]
+    if waits:
+        assert order.index(waits[0].name) > max(own), "a wait stands before a computation"
+
+
+def division_of_the_mean(run: Run) -> None:
+    """The mean divides what is sent, so that the sum of large numbers does not overflow, and never more."""
+    current = run.current
+    assert isinstance(current, GradientSync)
+    divisions = [n for n in _new(run) if "div" in str(n.target)]
+    assert bool(divisions) == (
+        current.reduce == "mean" and run.world > 1 and bool(run.reports[0].counts["all_reduces"])
+    )
+    casts = [n for n in _new(run) if "to_copy" in str(n.target)]
+    flats = [n for n in run.before.walk() if "bucket" in n.meta]
+    own = [_producer(run, f.meta["bucket"].parameters[0]).meta["val"].dtype for f in flats]
+    needed = [x for x in own if current.dtype and x != WIRE[current.dtype]]
+    assert bool(casts) == bool(needed), f"casts {casts}, dtypes {own}, wire {current.dtype}"
+    wide = [torch.promote_types(x, WIRE[current.dtype]) if current.dtype else x for x in own]
+    found = {division.args[0].meta["val"].dtype for division in divisions}
+    assert not divisions or found == set(wide), f"divides in {found}, expected {wide}"
+
+
+def mean_keeps_large_numbers() -> None:
+    """Case 16: dividing behind the sum, or in half precision before it, would overflow."""
+    spec = GradientGraph((Leaf((2,)),), gradients=(0,))
+    options = {"reduce": "mean", "reduce_dtype": "fp16", "bucket_mb": 1.0, "group": "world"}
+    for world, own, expected in (
+        (2, 32768.0, 32768.0),
+        (8, 32768.0, 32768.0),
+        (2, 98304.0, 49152.0),
+    ):
+        run = run_over(GradientSync(), spec.build(), {**options, "world": world, "layout": None})
+        others = own if own == expected else 0.0
+        values = [own, *[others] * (world - 1)]
+        for (gradient,) in run_world(run.after, [[torch.full((2,), value)] for value in values]):
+            assert gradient.tolist() == [expected, expected]
+
+
+# Participation and running statistics
+
+
+def participation_as_promised(run: Run) -> None:
+    """The first collective sums one float for each set of tangents, or each agreed parameter."""
+    current, graph = run.current, run.after
+    assert isinstance(current, Participation)
+    if not run.reports[0].changed:
+        return
+    launches = [n for n in graph.walk() if is_launch(n)]
+    waits = [n for n in graph.walk() if is_wait(n)]
+    assert len(launches) == len(waits) == 1 and launches[0].args[1:] == ("sum", current.group)
+    assert next(iter(graph.walk())) is launches[0], "the flags are not sent first"
+    assert waits[0].next is graph.output_node, "the flags are not awaited last"
+    ((node, role),) = [x for x in graph.inputs("state") if x[1].name.startswith("participation/")]
+    flags = _sets(run.before) if current.layout is None else len(current.layout)
+    assert node.meta["state"] == StateSpec(
+        "participation", "", (flags,), torch.float32, torch.device("cpu")
+    )
+    assert run.reports[0].counts == {"flags": flags} and not launches[0].meta.get("reduces")
+    ((at, value, _),) = [x for x in graph.outputs("state") if x[2] == role]
+    assert value is waits[0]
+    given = [
+        dict(
+            zip(
+                [r for _, r in graph.inputs()],
+                random_inputs(graph, run.seed * 97 + rank),
+                strict=True,
+            )
+        )
+        for rank in range(run.world)
+    ]
+    expected = torch.stack([row[role] for row in given]).sum(0)
+    for row in run.traced_after.results:
+        torch.testing.assert_close(row[at], expected)
+
+
+def _sets(graph: TrainingGraph) -> int:
+    found = set()
+    for _, node, _ in graph.outputs("gradient") + graph.outputs("input_gradient"):
+        seen, pending = set(), [node] if node is not None else []
+        while pending:
+            at = pending.pop()
+            pending += [n for n in at.all_input_nodes if n not in seen]
+            seen.add(at)
+        found.add(
+            frozenset(
+                n.name for n in seen if n.op == "placeholder" and n.meta["role"].kind == "tangent"
+            )
+        )
+    return len(found - {frozenset()})
+
+
+def statistics_as_promised(run: Run) -> None:
+    """After the backward each rank holds rank 0's floats; launches first, waits last, one a dtype."""
+    current, graph = run.current, run.after
+    assert isinstance(current, RunningStats)
+    specs = [s for s in run.before.written_buffers if s.dtype.is_floating_point]
+    launches = [n for n in graph.walk() if is_launch(n)]
+    waits = [n for n in graph.walk() if is_wait(n)]
+    assert len(launches) == len(waits) == len({s.dtype for s in specs})
+    assert run.reports[0].counts == {"broadcasts": len(launches), "buffers": len(specs)}
+    assert all(n.target is torch.ops._c10d_functional.broadcast.default for n in launches)
+    assert all(n.args[1:] == (0, current.group) and not n.meta.get("reduces") for n in launches)
+    assert sorted(s.name for s in specs) == sorted(r.name for _, r in graph.inputs("state"))
+    assert [w.args[0] for w in waits] == launches
+    own = {n.name for n in run.before.walk()}
+    order = [n.name for n in graph.walk()]
+    at = [order.index(name) for name in own]
+    assert not at or not launches or order.index(launches[-1].name) < min(at)
+    assert not at or not waits or order.index(waits[0].name) > max(at)
+    roles = [role for _, role in graph.inputs()]
+    first = dict(zip(roles, random_inputs(graph, run.seed * 97), strict=True))
+    for row in run.traced_after.results:
+        for at_output, _, role in graph.outputs("state"):
+            assert bitwise(row[at_output], first[role]), f"{role.name} is not rank 0's"
+    assert {r.name for _, _, r in graph.outputs("state")} == {s.name for s in specs}
+
+
+def no_leftovers(run: Run) -> None:
+    no_dead_code(run)
+    assert all(isinstance(n.meta["provenance"], Provenance) for n in _new(run)), "no provenance"
+    assert {n.meta["provenance"].pass_name for n in _new(run)} <= {run.current.name}
+    assert all("val" in n.meta for n in _new(run)), "a new node has no fake value"
+
+
+def _new(run: Run) -> list[fx.Node]:
+    known = {n.name for n in run.before.graph.nodes}
+    return [n for n in run.after.walk() if n.name not in known]
+
+
+# Several passes
+
+
+def pipelines_agree(examples: int) -> None:
+    """The whole pipeline, in every order that contracts allow, gives the same results."""
+
+    @settings(examples)
+    @given(gradient_graphs(), environments(3), SEEDS)
+    def search(source: GradientGraph, environment: dict[str, Any], seed: int) -> None:
+        passes = [Bucketing(), RunningStats(), GradientSync()]
+        bound = [p.bind({**environment, "rank": 0}) for p in passes]
+        assert orders_agree(bound, source.build(), environment["world"], seed) == 3
+
+    search()
+
+
+def overlap_changes_nothing(examples: int) -> None:
+    """Case 22: when waits stand late, results are the same in every bit."""
+
+    @settings(examples)
+    @given(gradient_graphs(), environments(3), SEEDS)
+    def search(source: GradientGraph, environment: dict[str, Any], seed: int) -> None:
+        runs = [
+            run_over(GradientSync(overlap=x), source.build(), environment, seed)
+            for x in (True, False)
+        ]
+        rows = [run.traced_after.results for run in runs]
+        for with_overlap, without in zip(*rows, strict=True):
+            assert all(bitwise(a, b) for a, b in zip(with_overlap, without, strict=True))
+
+    search()
+
+
+def bucket_limits(examples: int) -> None:
+    """Many gradients with about as many elements as fit, in the graph's order or an agreed one."""
+    sizes = st.lists(st.sampled_from((1, 2, 5, 21, 22, 23, 24, 25, 96)), min_size=2, max_size=6)
+    limits = st.sampled_from((4, 8, 48, 96, 100, 192))
+
+    @settings(examples)
+    @given(
+        sizes,
+        limits,
+        st.sampled_from(("float32", "bfloat16")),
+        st.permutations(range(6)),
+        st.booleans(),
+    )
+    def search(sizes: list[int], limit: int, dtype: str, order: list[int], agreed: bool) -> None:
+        leaves = tuple(Leaf((size,), "float32") for size in sizes)
+        steps = tuple(Step(dtype if i % 3 == 0 else "double", i) for i in order if i < len(sizes))
+        count = len(sizes)
+        spec = GradientGraph(leaves, steps, tuple(range(count, 2 * count)))
+        layout = tuple(parameter_name(i) for i in order) if agreed else None
+        current = Bucketing(mb=limit / 2**20, layout=layout)
+        buckets_as_promised(run_pass([current], spec.build()))
+
+    search()
+
+
+def bucket_layouts(examples: int) -> None:
+    """Gradients that lie in memory in every way there is."""
+    shapes = st.sampled_from(((2, 3, 4), (2, 3), (3, 1, 2), (2, 2), (4,)))
+    leaves = st.lists(
+        st.builds(Leaf, shapes, layout=st.sampled_from(LAYOUTS)), min_size=1, max_size=3
+    )
+
+    @settings(examples)
+    @given(leaves, SEEDS)
+    def search(leaves: list[Leaf], seed: int) -> None:
+        spec = GradientGraph(tuple(leaves), gradients=tuple(range(len(leaves))))
+        run = run_pass([Bucketing(mb=1.0)], spec.build(), seed=seed)
+        buckets_as_promised(run)
+        results_right(run)
+
+    search()
+
+
+# Variants
+
+
+def variants_as_promised(examples: int) -> None:
+    """`total` adds what is pending to each gradient that has elements; `absent` ones become gradients."""
+
+    @settings(examples)
+    @given(
+        gradient_graphs(),
+        SEEDS,
+        st.sampled_from((TOTAL, "synchronise", "local", LEFT)),
+        st.lists(SHAPED, max_size=2),
+    )
+    def search(source: GradientGraph, seed: int, mode: str, absent: list[Leaf]) -> None:
+        graph, before = source.build(), source.build()
+        specs = tuple(
+            pending_of(f"absent{i}.weight", leaf.empty()) for i, leaf in enumerate(absent)
+        )
+        union = Union((), ()) if absent else None
+        prepare(graph, Variant(mode, union, specs, specs[:1]))
+        assert graph.written_buffers == (specs[:1] if absent else before.written_buffers)
+        check_rules(graph, "prepare")
+        added = [g.parameter for g in before.gradients() if numel(g)] if mode == TOTAL else []
+        expected = [f"pending/{p}" for p in added] + [s.name for s in specs]
+        assert [r.name for _, r in graph.inputs("state")] == list(dict.fromkeys(expected))
+        forms = {g.parameter: g.node.meta["val"] for g in before.gradients()}
+        for node, _ in graph.inputs("state"):
+            own = forms.get(node.meta["state"].parameter)
+            assert (
+                node.meta["state"].kind == "pending"
+                and node.meta["val"].dtype == node.meta["state"].dtype
+            )
+            assert own is None or (own.shape, own.dtype) == (
+                node.meta["val"].shape,
+                node.meta["val"].dtype,
+            )
+        _totals_right(before, graph, seed, set(added), specs)
+        if not specs:
+            assert (graph.fingerprint() != before.fingerprint()) == bool(added)
+        _reduced_with_pending(graph, seed)
+
+    search()
+
+
+SHAPED = st.builds(
+    Leaf, st.sampled_from(((), (2,), (2, 3), (0,))), st.sampled_from(("float32", "bfloat16"))
+)
+
+
+def _totals_right(
+    before: TrainingGraph,
+    graph: TrainingGraph,
+    seed: int,
+    added: set[str],
+    specs: tuple[StateSpec, ...],
+) -> None:
+    given = dict(
+        zip([r.name for _, r in graph.inputs()], random_inputs(graph, seed * 97), strict=True)
+    )
+    (old,), (new,) = trace([before], seed).results, trace([graph], seed).results
+    assert len(new) == len(old) + len(specs)
+    for at, _, role in before.outputs():
+        adds = role.kind == "gradient" and role.name in added and old[at] is not None
+        expected = old[at] + given[f"pending/{role.name}"] if adds else old[at]
+        assert bitwise(new[at], expected), f"output {at} ({role}) is not the total"
+    for spec, (at, _, role) in zip(specs, graph.outputs()[len(old) :], strict=True):
+        assert role == Role("gradient", spec.parameter) and bitwise(new[at], given[spec.name])
+    names = {n.name for n in before.graph.nodes}
+    for node in graph.walk():
+        if node.name not in names:
+            origin = node.meta["provenance"]
+            assert origin.pass_name == "accumulation" and origin.rule == "total"
+            assert origin.source == node.args[0].name and len(origin.parameters) == 1
+            assert node.name.startswith("total")
+            assert node.prev is graph.behind(node.args[0]).prev or _only_totals_between(node)
+
+
+def _only_totals_between(node: fx.Node) -> bool:
+    """Whether a total stands behind its gradient, with nothing of the program in between."""
+    at = node.prev
+    while at is not node.args[0] and at.op != "placeholder":
+        if not at.name.startswith("total"):
+            return False
+        at = at.prev
+    return True
+
+
+def _reduced_with_pending(graph: TrainingGraph, seed: int) -> None:
+    environment = {
+        "world": 2,
+        "reduce": "sum",
+        "reduce_dtype": None,
+        "bucket_mb": 1.0,
+        "group": "world",
+        "layout": None,
+    }
+    run = run_over(GradientSync(), graph, environment, seed)
+    check_rules(run.after, "gradient_sync", (reduced_once,))
+
+
+# Splice
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": lambda a, b: a.float().sum() + b.float().sum(),
+    "pair": lambda a, b: [a * 2, {"second": b.neg()}],
+    "same": lambda a, b: a,
+    "difference": lambda a, b: (a.double().sum() - b.double().sum()).reshape(1),
+    "split": lambda a, b: torch.cat([a.reshape(-1).double(), b.reshape(-1).double()]).split(1),
+}
+
+
+def splice_inlines(examples: int) -> None:
+    """What is spliced computes what the function computes, stands where it should, and says whose it is."""
+
+    @settings(examples)
+    @given(
+        gradient_graphs(),
+        st.sampled_from(sorted(FUNCTIONS)),
+        st.integers(0, 9),
+        st.integers(0, 9),
+        SEEDS,
+    )
+    def search(source: GradientGraph, name: str, a: int, b: int, seed: int) -> None:
+        graph = source.build()
+        nodes = [n for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        first, second = nodes[a % len(nodes)], nodes[b % len(nodes)]
+        if seed % 2 and same_form(first, second):
+            second.meta["val"] = first.meta[
+                "val"
+            ]  # as where a pass copied the value of another node
+        old = [n.name for n in graph.graph.nodes]
+        why = Provenance("test", name, first.name)
+        result = splice(
+            graph, graph.output_node, FUNCTIONS[name], first, second, name="new", provenance=why
+        )
+        _inlined_right(graph, old, result, why)
+        _computes(graph, FUNCTIONS[name], first, second, result, seed)
+
+    search()
+
+
+def same_form(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
+    return (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+
+
+def _inlined_right(graph: TrainingGraph, old: list[str], result: Any, why: Provenance) -> None:
+    names = [n.name for n in graph.graph.nodes]
+    added = names[len(old) - 1 : -1]
+    assert names == [*old[:-1], *added, old[-1]], "new nodes stand elsewhere"
+    for node in graph.graph.nodes:
+        if node.name in added:
+            assert node.name.startswith("new_") and node.meta["provenance"] == why
+            assert "val" in node.meta and (
+                not isinstance(node.meta["val"], torch.Tensor) or "tensor_meta" in node.meta
+            )
+            short = str(node.target).split(".")[1] if "aten" in str(node.target) else "getitem"
+            assert node.name.startswith(f"new_{short}"), f"{node.name} is a {node.target}"
+    leaves = torch.utils._pytree.tree_leaves(result)
+    assert all(isinstance(x, fx.Node) and x.graph is graph.graph for x in leaves)
+    check_rules(graph, "splice")
+
+
+def _computes(
+    graph: TrainingGraph, fn: Any, a: fx.Node, b: fx.Node, result: Any, seed: int
+) -> None:
+    leaves = torch.utils._pytree.tree_leaves(result)
+    for node in (a, b, *leaves):
+        graph.add_output(node, Role("output", node.name))
+    (row,) = trace([graph], seed).results
+    x, y, *found = row[len(row) - len(leaves) - 2 :]
+    expected = torch.utils._pytree.tree_leaves(fn(x, y))
+    assert all(bitwise(p, q) for p, q in zip(found, expected, strict=True)), (
+        "computes something else"
+    )
+
+
+def layout_of_a_variant() -> None:
+    """The agreed order is the union's; without one the graphs agree by themselves."""
+    form = Form("a", (2,), "float32")
+    assert Variant().layout is None and Variant(TOTAL, Union((), (form,))).layout == ()
+    assert Variant(union=Union((form, Form("b", (), "float32")), ())).layout == ("a", "b")
+
+
+def splice_refuses_tensors() -> None:
+    """A tensor that is no argument is refused, by name; the graph's mode stays as strict as it was."""
+    graph = GradientGraph((Leaf((2,)),), (Step("double"),), (1,)).build()
+    mode, constant = graph.fake_mode, torch.ones(2)
+    strict = mode.allow_non_fake_inputs
+    node = graph.gradients()[0].node
+    try:
+        splice(
+            graph,
+            graph.output_node,
+            lambda x: x + constant,
+            node,
+            name="bad",
+            provenance=Provenance("t", "r"),
+        )
+    except ValueError as error:
+        assert "bad" in str(error) and "not an argument" in str(error)
+    else:
+        raise AssertionError("a tensor that is no argument went through")
+    assert mode.allow_non_fake_inputs == strict
+
+
+def splice_tells_arguments_apart() -> None:
+    """Two nodes may share one fake value, and stay two arguments."""
+    graph = GradientGraph((Leaf((2,)), Leaf((2,))), gradients=(0,)).build()
+    (first, _), (second, _) = graph.inputs()
+    second.meta["val"] = first.meta["val"]
+    why = Provenance("t", "r")
+    node = splice(graph, graph.output_node, torch.sub, first, second, name="n", provenance=why)
+    graph.set_output(0, node)
+    (result,) = fx.Interpreter(graph.module).run(torch.full((2,), 5.0), torch.full((2,), 2.0))
+    assert result.tolist() == [3.0, 3.0]
+
+
+def splice_takes_numbers() -> None:
+    """Numbers among the arguments are constants; sizes that are not known are arguments like tensors."""
+    graph = GradientGraph((Leaf((2,)),), gradients=(0,)).build()
+    ((tangent, _),) = graph.inputs()
+    why = Provenance("t", "r")
+    node = splice(
+        graph, graph.output_node, lambda n, xs: xs[0] * n, 3, [tangent], name="n", provenance=why
+    )
+    graph.set_output(0, node)
+    assert fx.Interpreter(graph.module).run(torch.ones(2))[0].tolist() == [3.0, 3.0]
+    graph = copied(Program((Layer("views"),), batch=3, dynamic=True).captured().backward)
+    size = next(n for n, _ in graph.inputs() if isinstance(n.meta["val"], torch.SymInt))
+    tangent = next(n for n, role in graph.inputs("tangent"))
+    node = splice(
+        graph, graph.output_node, lambda x, n: x * n, tangent, size, name="n", provenance=why
+    )
+    assert size in node.all_input_nodes
+
+
+def splice_takes_branches() -> None:
+    """`torch.cond` becomes a call of graphs that belong to the module, under names of their own."""
+    spec = GradientGraph((Leaf((2,)),), (Step("double"),), (1,))
+    graph = spec.build()
+
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
+
+    for _ in range(2):
+        node = graph.gradients()[0].node
+        new = splice(
+            graph, graph.output_node, branch, node, name="b", provenance=Provenance("t", "r")
+        )
+        graph.set_output(0, new[0] if isinstance(new, tuple | list) else new)
+    graph.recompile()
+    for sign, expected in ((1.0, 8.0), (-1.0, -18.0)):
+        (result,) = fx.Interpreter(graph.module).run(torch.full((2,), sign))
+        assert result.tolist() == [expected] * 2
+    names = [n.target for n in graph.graph.find_nodes(op="get_attr")]
+    assert len(set(names)) == len(names) == 4 and all(hasattr(graph.module, x) for x in names)
+
+
+def model_lines() -> None:
+    """The last frame of a trace is the line of the model."""
+    node = GradientGraph((Leaf((2,)),), (Step("double"),), (1,)).build().gradients()[0].node
+    assert model_line(node) == ""
+    node.meta["stack_trace"] = (
+        'x\n  File "/a/m.py", line 3, in f\n    y()\n  File "/a/n.py", line 12, in forward\n    z\n'
+    )
+    assert model_line(node) == "/a/n.py:12"
+
+
+def rules_refuse() -> None:
+    """A broken contract of options is refused."""
+    for build in (
+        lambda: Bucketing(mb=0.0),
+        lambda: Bucketing(mb=float("inf")),
+        lambda: Bucketing(mb=-1.0),
+        lambda: GradientSync(reduce="max"),
+        lambda: GradientSync(dtype="int8"),
+    ):
+        try:
+            build()
+        except ValueError as error:
+            assert "option 'passes'" in str(error)
+        else:
+            raise AssertionError("a wrong option went through")
+
+
+def layouts(examples: int) -> None:
+    """With an agreed order of parameters, whatever the graph's own."""
+
+    @settings(examples)
+    @given(gradient_graphs(), environments(3), SEEDS, st.randoms(use_true_random=False))
+    def search(source: GradientGraph, environment: dict[str, Any], seed: int, random: Any) -> None:
+        names = [parameter_name(i) for i in range(len(source.gradients))] + ["elsewhere.weight"]
+        random.shuffle(names)
+        agreed = {**environment, "layout": tuple(names)}
+        for current, oracle in (
+            (Bucketing(), buckets_as_promised),
+            (Participation(), participation_as_promised),
+        ):
+            if not source.build().outputs() or all(
+                n is None for _, n, _ in source.build().outputs()
+            ):
+                return
+            run = run_over(current, source.build(), agreed, seed)
+            check_rules(run.after, current.name)
+            oracle(run)
+
+    search()
+
+
+OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
+    "bucketing": (Bucketing(), (buckets_as_promised, no_leftovers)),
+    "participation": (Participation(), (participation_as_promised, no_leftovers)),
+    "running_stats": (RunningStats(), (statistics_as_promised, no_leftovers)),
+    "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean)),
+    "gradient_sync_at_once": (
+        GradientSync(overlap=False),
+        (sync_as_promised, division_of_the_mean),
+    ),
+}
+
+
+def holds(name: str, examples: int | None = None, programs: int | None = None) -> None:
+    """One of our passes, through everything."""
+    current, oracles = OWN[name]
+    check_pass(current, examples=examples, programs=programs, oracles=oracles)
+
+
+__all__ = ["OWN", "holds"]

@@ -1,0 +1,49 @@
+"""Our passes on graphs that nobody wrote by hand. `make fuzz` runs these with 10,000 examples each."""
+
+import pytest
+
+from fxpasses.testing.check import count_of_examples
+from tests.testing import properties
+
+FEW = count_of_examples(30)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", sorted(properties.OWN))
+def test_pass(name):
+    # The second form of one pass differs from the first in where waits stand.
+    properties.holds(name, FEW if name.endswith("at_once") else None)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(
+    "search",
+    [
+        properties.pipelines_agree,
+        properties.overlap_changes_nothing,
+        properties.variants_as_promised,
+        properties.splice_inlines,
+        properties.layouts,
+        properties.bucket_limits,
+        properties.bucket_layouts,
+    ],
+)
+def test_several(search):
+    search(FEW)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        properties.mean_keeps_large_numbers,
+        properties.layout_of_a_variant,
+        properties.splice_refuses_tensors,
+        properties.splice_takes_branches,
+        properties.splice_takes_numbers,
+        properties.splice_tells_arguments_apart,
+        properties.model_lines,
+        properties.rules_refuse,
+    ],
+)
+def test_single(check):
+    check()

@@ -1,0 +1,117 @@
+"""Programs and gradient graphs as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import find, given
+
+from fxpasses import spec
+from fxpasses.testing import GradientGraph, Layer, Leaf, Program, Step, gradient_graphs, programs
+from fxpasses.testing.check import settings
+from fxpasses.testing.oracles import structure
+from fxpasses.testing.program import INPUT_LAYOUTS, KINDS, SMALLEST_BATCH
+from fxpasses.testing.synthetic import LAYOUTS
+from fxpasses.testing.values import random_inputs
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_is_captured_with_a_backward(kind):
+    program = Program((Layer(kind, 2), Layer("linear", 1)), batch=3, dynamic=True)
+    captured = program.captured()
+    for graph in (captured.joint, captured.backward):
+        spec.check(graph, "capture")
+    assert {"m1.weight", "m1.bias"} <= {g.parameter for g in captured.backward.gradients()}
+    assert len(random_inputs(captured.backward)) == len(captured.backward.inputs())
+
+
+@pytest.mark.parametrize("layout", INPUT_LAYOUTS)
+def test_layouts_of_the_input(layout):
+    _, (x,) = Program((), batch=3, width=2, layout=layout).build()
+    assert x.shape == (3, 2) and x.is_contiguous() == (layout == "contiguous")
+
+
+def test_a_program_is_the_same_each_time():
+    program = Program((Layer("embedding", 2), Layer("dropout")), seed=3)
+    (first, inputs), (second, others) = program.build(), program.build()
+    assert all(torch.equal(a, b) for a, b in zip(inputs, others, strict=True))
+    for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Program((Layer("batch_norm"), Layer("branch", 2), Layer("embedding"))),
+        GradientGraph(
+            (Leaf((2, 3)), Leaf((), "bfloat16")),
+            (Step("product", 0, 0), Step("max", 0), Step("float64", 1)),
+            (2, 3, None),
+            buffers=(Leaf((2,)),),
+        ),
+    ],
+)
+def test_source_runs_alone(source, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(source.source())
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tensor(" in done.stdout
+
+
+def test_programs_shrink_to_nothing():
+    assert find(programs(), lambda p: True, settings=settings(20)) == Program(
+        batch=2, width=1, layers=()
+    )
+    small = find(
+        programs(), lambda p: any(x.kind == "gru" for x in p.layers), settings=settings(500)
+    )
+    assert small.layers == (Layer("gru", 1),)
+
+
+@settings(50)
+@given(programs())
+def test_batches_are_large_enough(program):
+    assert program.batch >= max([SMALLEST_BATCH.get(x.kind, 0) for x in program.layers], default=0)
+    assert not (program.dynamic and program.batch < 2)
+
+
+@settings(100)
+@given(gradient_graphs())
+def test_every_list_of_numbers_is_a_graph(source):
+    graph = source.build()
+    spec.check(graph, "build")
+    assert structure(graph) == structure(source.build())
+    assert len(graph.outputs("gradient")) == len(source.gradients)
+    for (_, _), leaf, real in zip(
+        graph.inputs(), source.tangents + source.saved, random_inputs(graph), strict=True
+    ):
+        assert (tuple(real.shape), real.stride()) == (leaf.shape, leaf.stride())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_leaves(layout):
+    strides = {
+        "contiguous": (12, 4, 1), "transposed": (1, 2, 6), "rotated": (1, 8, 2), "strided": (24, 8, 2),
+        "expanded": (0, 4, 1),
+    }  # fmt: skip
+    assert Leaf((2, 3, 4), layout=layout).stride() == strides[layout]
+
+
+def test_inputs_depend_on_roles_alone():
+    graph = GradientGraph((Leaf((2,)), Leaf((3,)))).build()
+    other = GradientGraph((Leaf((2,)), Leaf((3,))), saved=(Leaf((4,)),)).build()
+    first, second = random_inputs(graph, 5), random_inputs(other, 5)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=False))
+    assert not torch.equal(first[0], random_inputs(graph, 6)[0])
+
+
+def test_specs_are_plain_data():
+    for cls in (Program, Layer, GradientGraph, Leaf, Step):
+        assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
