@@ -395,7 +395,7 @@ def test_running_statistics_are_rank_0s_where_graphs_differ():
     assert first[:2] == second[:2] == [1.9, 0.0]
 
 
-def with_feedback(rank: int, backend: str) -> list[float]:
+def with_feedback(rank: int, backend: str, passes: str) -> list[float]:
     """Third-party state: what rounding lost stays for the next call."""
     model = line()
 
@@ -404,8 +404,7 @@ def with_feedback(rank: int, backend: str) -> list[float]:
         model(x).sum().backward()
         return model.weight.grad.clone()
 
-    spec = f"{RoundWithFeedback().spec},bucketing,gradient_sync"
-    run, found = compiled(step, backend, passes=spec), []
+    run, found = compiled(step, backend, passes=passes), []
     for _ in range(3):
         found.append(run(torch.full((1, 1), rank + 0.4)).item())
     return [*found, round(Feedback(model).residual("weight").item(), 4)]
@@ -414,7 +413,12 @@ def with_feedback(rank: int, backend: str) -> list[float]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_pass_of_a_third_party_keeps_its_state(backend):
     # 0.4, 0.8, 1.2 → 0, 1, 0 and 1.4, 1.8, 1.2 → 1, 2, 1
-    assert run_ranks(with_feedback, 2, backend) == [[0.5, 1.5, 0.5, 0.2]] * 2
+    passes = f"{RoundWithFeedback().spec},bucketing,gradient_sync"
+    assert run_ranks(with_feedback, 2, backend, passes) == [[0.5, 1.5, 0.5, 0.2]] * 2
+
+
+def test_a_pass_of_a_third_party_in_one_process():
+    assert with_feedback(0, BACKEND, RoundWithFeedback().spec) == [0.0, 1.0, 0.0, 0.2]
 
 
 def optimizer_in_between(rank: int) -> list[float]:
@@ -464,18 +468,18 @@ def gradients_of_inputs(rank: int) -> list[float]:
     model = line()
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
         (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         slope.square().sum().backward()
         return slope.detach()
 
-    slope = compiled(step)(torch.full((1, 1), rank + 1.0))
-    # d/dx (w x)² = 2 w² x; its square's derivative by w is 16 w³ x²
-    return [slope.item(), model.weight.grad.item()]
+    x = torch.full((1, 1), rank + 1.0, requires_grad=True)
+    slope = compiled(step)(x)
+    # d/dx (w x)² = 2 w² x; its square's derivatives are 16 w³ x² by w and 8 w⁴ x by x
+    return [slope.item(), model.weight.grad.item(), x.grad.item()]
 
 
 def test_gradients_of_inputs_are_local():
-    assert run_ranks(gradients_of_inputs, 2) == [[2.0, 40.0], [4.0, 40.0]]
+    assert run_ranks(gradients_of_inputs, 2) == [[2.0, 40.0, 8.0], [4.0, 40.0, 16.0]]
 
 
 def other_outputs(rank: int) -> list[float]:
