@@ -37,7 +37,14 @@ def take(parameter: torch.Tensor) -> torch.Tensor | None:
     return gradient
 
 
+def claim(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What waits in `.grad`, which keeps it; it counts as reduced afterwards. None if nothing does."""
+    if len(_pending) == 0 or not _pending.pop(parameter, False):
+        return None
+    return parameter.grad
+
+
 def put_back(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Undo `take`."""
+    """Undo `take` or `claim`."""
     parameter.grad = gradient
     _pending[parameter] = True

@@ -104,6 +104,13 @@ def annotate_backward(module: fx.GraphModule, joint: fx.GraphModule, forward_out
     module.graph.output_node().meta["roles"] = tuple(output_roles[forward_outputs:])
 
 
+def annotate_whole_step(module: fx.GraphModule, input_roles: Sequence[Role]) -> None:
+    """Write roles to a graph that holds forward and backward, and which buffers it writes."""
+    outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    annotate_joint(module, outputs, input_roles)
+    module.meta["written_buffers"] = _written_buffers(module)
+
+
 def rename_state_input(node: fx.Node) -> None:
     """Give a state input a tangent's name: AOTAutograd and Inductor expect saved values, then tangents,
     and tell them apart by name.

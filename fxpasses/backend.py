@@ -7,11 +7,14 @@ from typing import Any
 
 from torch import fx
 
-from fxpasses import pipeline
+from fxpasses import marking, pipeline
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import refuse_wrapper, resolve
 from fxpasses.dynamo import (
     describe_inputs,
+    forget_none,
+    gradients_held,
+    gradients_set,
     mark_precision,
     own_settings,
     refuse_unsupported,
@@ -47,7 +50,7 @@ def hardened(
     from fxpasses import inductor
 
     with user_errors_visible():
-        unit = _unit(gm, example_inputs, options, inductor.decompositions())
+        gm, unit = _unit(gm, example_inputs, options, inductor.decompositions())
     patches = torch._inductor.list_mode_options(mode) if mode else {}
     return inductor.compile_unit(gm, example_inputs, unit, patches)
 
@@ -62,7 +65,7 @@ def hardened_aot_eager(
     from fxpasses import eager
 
     with user_errors_visible():
-        unit = _unit(gm, example_inputs, options, {})
+        gm, unit = _unit(gm, example_inputs, options, {})
     return eager.compile_unit(gm, example_inputs, unit)
 
 
@@ -71,12 +74,21 @@ def _unit(
     example_inputs: Sequence[Any],
     options: Mapping[str, Any] | None,
     decompositions: dict[Any, Callable[..., Any]],
-) -> Unit:
+) -> tuple[fx.GraphModule, Unit]:
     hardening = Hardening.from_options(options)
     refuse_wrapper()
     group = resolve(hardening.process_group)
-    refuse_unsupported(gm, example_inputs, group.size)
+    refuse_unsupported(gm, example_inputs)
     passes = pipeline.build(hardening, group.name, group.size, group.rank)
     mark_precision(gm)
     scope, roles = describe_inputs(gm, example_inputs)
-    return Unit(hardening, group, passes, scope, roles, decompositions)
+    sets_gradients: list[str] = []
+    forget_none()
+    if (group.size > 1 or passes.stage("backward")) and marking.calls_backward(gm):
+        sets_gradients = gradients_set(scope)
+        gm = marking.mark(gm, roles, gradients_held(gm))
+    is_whole_step = marking.is_marked(gm)
+    unit = Unit(
+        hardening, group, passes, scope, roles, decompositions, is_whole_step, sets_gradients
+    )
+    return gm, unit

@@ -26,6 +26,7 @@ from fxpasses.graph import (
     OVERFLOW_STATE,
     PENDING_STATE,
     SCALE_STATE,
+    WAITS_STATE,
     StateSpec,
 )
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
@@ -39,7 +40,7 @@ _thread = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """A backward that is about to run: of which forward, and which of its outputs got a gradient."""
 
     calls: Calls
@@ -79,9 +80,8 @@ class Calls:
         def run(*args: Any) -> Any:
             if not (self.unit.trains and torch.is_grad_enabled()):
                 return compiled(*args)
-            parameters = {name: args[position] for position, name in self._parameters}
-            buffers = {name: args[position] for position, name in self._buffers}
-            binding = self._bind(parameters, buffers)
+            parameters, buffers = self.tensors(args)
+            binding = self.bind(parameters, buffers)
             started = aot.autograd_clock()
             outputs = compiled(*args)
             node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata, started)
@@ -102,46 +102,75 @@ class Calls:
             compiled: the primary variant; it takes its arguments as one list.
             compile_variant: compiles another one.
         """
-        self._compiled[self.unit.primary] = compiled
-        self._compile = compile_variant
+        self.add_compiled(compiled, compile_variant)
 
         def run(args: list[Any]) -> Any:
-            call: _Call | None = getattr(_thread, "call", None)
+            call: Call | None = getattr(_thread, "call", None)
             _thread.call = None
             assert call is not None and call.calls is self, "backward ran outside its autograd node"
-            way = choose(self.unit, call.binding, call.parameters, aot.backward_id())
-            try:
-                return self._run(call, way, args)
-            except BaseException:
-                for name, gradient in way.pending.items():
-                    accumulation.put_back(call.tensor(name), gradient)
-                raise
+            return self.synchronised(call, aot.backward_id(), args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _run(self, call: _Call, way: Way, args: list[Any]) -> Sequence[Any]:
-        backward = self.unit.backward(way.variant)
-        if way.variant not in self._compiled:
+    def add_compiled(
+        self, compiled: Compiled, compile_variant: Callable[[Backward], Compiled]
+    ) -> None:
+        """See `backward`."""
+        self._compiled[self.unit.primary] = compiled
+        self._compile = compile_variant
+
+    def compiled(self, variant: Variant) -> Compiled:
+        """A variant, compiled when it is first asked for."""
+        if variant not in self._compiled:
             assert self._compile is not None
-            self._compiled[way.variant] = self._compile(backward)
+            self._compiled[variant] = self._compile(self.unit.backward(variant))
+        return self._compiled[variant]
+
+    def synchronised(self, call: Call, number: int, args: Any) -> Sequence[Any]:
+        """Run it the way that the ranks agree on; what was taken to be reduced is put back if that fails.
+
+        Args:
+            number: identity of the call of `backward()`.
+        """
+        way = choose(self.unit, call.binding, call.parameters, number, self.afterwards)
+        try:
+            return self._run(call, way, args)
+        except BaseException:
+            for name, gradient in way.pending.items():
+                accumulation.put_back(call.tensor(name), gradient)
+            raise
+
+    def execute(
+        self, call: Call, way: Way, args: list[Any], states: list[torch.Tensor]
+    ) -> Sequence[Any]:
+        """Run the compiled variant."""
+        return self.compiled(way.variant)([*emptied(args), *states])
+
+    def afterwards(self, function: Callable[[], None]) -> None:
+        """Call this when the backward that is running is over."""
+        aot.after_backward(function)
+
+    def _run(self, call: Call, way: Way, args: Any) -> Sequence[Any]:
+        backward = self.unit.backward(way.variant)
+        self.compiled(way.variant)
         given = call.given_tangents()
-        flags = self._flags(way, given)
+        flags = self.flags(way, given)
         states = [_state(spec, call, way, flags) for spec in backward.states]
         with waiting(self.unit.group, f"the backward of {self.unit.scope.code}"):
-            outputs = self._compiled[way.variant]([*_emptied(args), *states])
+            outputs = self.execute(call, way, args, states)
         took_part = self._took_part(backward, states, flags)
-        outputs = self._drop_unused(way, outputs, given, took_part)
+        outputs = self.drop_unused(way, outputs, given, took_part)
         if call.binding.runtime is not None:
             if way.variant.union is not None:
                 call.binding.runtime.record_plan(call.binding.region, backward.collectives)
             call.binding.runtime.record_backward(backward.collectives)
         if way.variant.mode == LOCAL:
-            self._begin_accumulation(call, outputs)
+            self.local_gradients(call, outputs)
             return outputs
         for record in call.binding.records.values():
             record.contributions += 1
-        own = len(self.unit.facts.needs)
+        own = len(outputs) - len(way.variant.absent)
         for spec, gradient in zip(way.variant.absent, outputs[own:], strict=True):
             if gradient is not None:
                 parameter = call.tensor(spec.parameter)
@@ -149,7 +178,7 @@ class Calls:
                 _deliver(parameter, gradient)
         return outputs[:own]
 
-    def _flags(self, way: Way, given: frozenset[int]) -> dict[Any, bool]:
+    def flags(self, way: Way, given: frozenset[int]) -> dict[Any, bool]:
         """By set of tangents, or by parameter where the ranks' graphs differ: whether it takes part here."""
         facts = self.unit.facts
         by_set = {s: bool(s & given) for s in facts.sets}
@@ -176,7 +205,7 @@ class Calls:
         several = self.unit.group.size > 1 and bool(backward.collectives)
         return dict.fromkeys(flags, True) if several else flags
 
-    def _drop_unused(
+    def drop_unused(
         self, way: Way, outputs: Sequence[Any], given: frozenset[int], took_part: dict[Any, bool]
     ) -> list[Any]:
         """None in place of a gradient that takes part on no rank."""
@@ -191,7 +220,7 @@ class Calls:
         used += [took_part[spec.parameter] for spec in way.variant.absent]
         return [x if use else None for x, use in zip(outputs, used, strict=True)]
 
-    def _begin_accumulation(self, call: _Call, outputs: Sequence[Any]) -> None:
+    def local_gradients(self, call: Call, outputs: Sequence[Any]) -> None:
         """Of all that the code can reach, `.grad` becomes this rank's share, not only of what gets a gradient
         here: which that is may differ over the ranks, and a share counts only if all ranks have theirs.
         """
@@ -204,7 +233,14 @@ class Calls:
             if gets_one or parameter.grad is not None:
                 accumulation.begin(parameter, self.unit.hardening.reduce, self.unit.group.size)
 
-    def _bind(
+    def tensors(
+        self, args: Sequence[Any]
+    ) -> tuple[dict[str, torch.nn.Parameter], dict[str, torch.Tensor]]:
+        """Parameters and buffers of a call, by name."""
+        parameters = {name: args[position] for position, name in self._parameters}
+        return parameters, {name: args[position] for position, name in self._buffers}
+
+    def bind(
         self, parameters: dict[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor]
     ) -> Binding:
         tensors = [*parameters.values(), *buffers.values()]
@@ -213,6 +249,14 @@ class Calls:
         if known is None or not known.is_of(tensors):
             known = self._bindings[key] = bind(self.unit, parameters, buffers)
         return known
+
+    def refuse_other_group(self) -> None:
+        """Raise if the process group is not the one that was compiled for."""
+        if _current_group(self.unit) is not self._group:
+            raise RuntimeError(
+                "torch.distributed was initialised, shut down or initialised anew after this model was "
+                "compiled; call torch._dynamo.reset(), then compile again"
+            )
 
     def _before_backward(
         self,
@@ -231,13 +275,9 @@ class Calls:
                 "the hardened backend does not support batched gradients (is_grads_batched=True, vmap over a "
                 "backward) through a compiled region; compute them one by one or in eager mode"
             )
-        if _current_group(self.unit) is not self._group:
-            raise RuntimeError(
-                "torch.distributed was initialised, shut down or initialised anew after this model was "
-                "compiled; call torch._dynamo.reset(), then compile again"
-            )
+        self.refuse_other_group()
         given = tuple(g is not None for g in grad_outputs)
-        _thread.call = _Call(self, parameters, buffers, binding, given)
+        _thread.call = Call(self, parameters, buffers, binding, given)
 
 
 def _current_group(unit: Unit) -> Any:
@@ -247,7 +287,7 @@ def _current_group(unit: Unit) -> Any:
     return process_group(unit.group.name) if unit.group.name is not None else "initialised"
 
 
-def _emptied(args: list[Any]) -> list[Any]:
+def emptied(args: list[Any]) -> list[Any]:
     """The arguments of a boxed call, which frees them as it goes: nobody else may hold them."""
     taken = list(args)
     args.clear()
@@ -259,11 +299,18 @@ def _deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     torch.autograd.backward([parameter], [gradient])
 
 
-def _state(spec: StateSpec, call: _Call, way: Way, flags: dict[Any, bool]) -> torch.Tensor:
+@functools.cache
+def _truth(value: bool, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, device=device)
+
+
+def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> torch.Tensor:
     if spec.kind == PARTICIPATION:
         return torch.tensor([float(flag) for flag in flags.values()], device=spec.device)
     if spec.kind == BUFFER_STATE:
         return call.tensor(spec.parameter).detach()
+    if spec.kind == WAITS_STATE:
+        return _truth(spec.parameter in way.pending, spec.device)
     if spec.kind == PENDING_STATE:
         pending = way.pending.get(spec.parameter)
         if pending is None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE
 from torch._guards import Source
 
 from fxpasses.graph import Role
@@ -52,7 +53,7 @@ def region_being_compiled() -> int:
     return compile_id.frame_id
 
 
-def refuse_unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any], world: int) -> None:
+def refuse_unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Raise `ValueError` for programs whose gradients would not be reduced, or not rightly."""
     from torch.distributed.tensor import DTensor
 
@@ -62,13 +63,6 @@ def refuse_unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any], world:
                 f"input {node.name!r} is a DTensor: sharded parameters (FSDP, tensor parallelism) are not "
                 "supported; the hardened backend replicates the model on each rank"
             )
-    autograd = (torch.autograd.grad, torch.autograd.backward)
-    if world > 1 and any(node.target in autograd for node in gm.graph.nodes):
-        raise ValueError(
-            "the compiled function calls backward() or torch.autograd.grad() itself "
-            "(torch._dynamo.config.trace_autograd_ops); its gradients would not be reduced: call backward() "
-            "outside the compiled function"
-        )
 
 
 def describe_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Scope, list[Role]]:
@@ -80,7 +74,7 @@ def describe_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
     code = frame.f_code
     variables = {k: v for k, v in frame.f_locals.items() if not k.startswith("___")}
     variables |= {k: frame.f_globals[k] for k in _global_names(code) if k in frame.f_globals}
-    reader = _SourceReader({"L": frame.f_locals, "G": frame.f_globals})
+    reader = _reader()
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node in placeholders:
         variables |= reader.module_behind(node)
@@ -130,6 +124,39 @@ def _global_names(code: types.CodeType) -> list[str]:
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
+def forget_none() -> None:
+    """Dynamo 2.13 and 2.14 have one object for None, and write to it where None came from when `.grad` is read.
+    What is compiled next would look for it there (pytorch/torch/_dynamo/variables/tensor.py, `var_getattr`).
+    """
+    CONSTANT_VARIABLE_NONE.source = None
+
+
+def gradients_held(gm: fx.GraphModule) -> dict[str, str]:
+    """By the name of each placeholder that is a parameter, the placeholder that is its `.grad`.
+
+    Called by a backend, while Dynamo compiles.
+    """
+    reader = _reader()
+    values = {node.name: reader.value(node) for node in gm.graph.find_nodes(op="placeholder")}
+    names = {id(value): name for name, value in values.items() if isinstance(value, torch.Tensor)}
+    parameters = {n: v for n, v in values.items() if isinstance(v, torch.nn.Parameter)}
+    return {n: names[id(p.grad)] for n, p in parameters.items() if id(p.grad) in names}
+
+
+def gradients_set(scope: Scope) -> list[str]:
+    """The parameters whose `.grad` the code that Dynamo is compiling sets itself when its graph has run."""
+    reader = _reader()
+    effects = InstructionTranslator.current_tx().output.side_effects
+    stores = effects.store_attr_mutations.items()
+    owners = [reader.read(variable.source) for variable, values in stores if "grad" in values]
+    return [scope.names[id(owner)] for owner in owners if id(owner) in scope.names]
+
+
+def _reader() -> _SourceReader:
+    frame = InstructionTranslator.current_tx().output.root_tx
+    return _SourceReader({"L": frame.f_locals, "G": frame.f_globals})
+
+
 class _SourceReader:
     """What stands behind the inputs of a Dynamo graph while it is compiled."""
 
@@ -138,7 +165,7 @@ class _SourceReader:
         self._values: dict[Source, Any] = {}
 
     def value(self, node: fx.Node) -> Any:
-        return self._read(getattr(node, "_dynamo_source", None))
+        return self.read(getattr(node, "_dynamo_source", None))
 
     def module_behind(self, node: fx.Node) -> dict[str, torch.nn.Module]:
         """The outermost module on the way to an input (`trainer.model` of `trainer.model.head.weight`), by
@@ -147,13 +174,13 @@ class _SourceReader:
         source = getattr(node, "_dynamo_source", None)
         found: dict[str, torch.nn.Module] = {}
         while source is not None:
-            value = self._read(source)
+            value = self.read(source)
             if isinstance(value, torch.nn.Module):
                 found = {".".join(_path(source)): value}
             source = getattr(source, "base", None)
         return found
 
-    def _read(self, source: Source | None) -> Any:
+    def read(self, source: Source | None) -> Any:
         """None for what the code itself makes."""
         try:
             return source and source.get_value(self._variables, {}, self._values)

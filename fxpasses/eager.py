@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from fxpasses.calls import Calls
+from fxpasses.step_calls import StepCalls
 from fxpasses.unit import Unit
 
 
@@ -20,7 +21,7 @@ def compile_unit(
 ) -> Callable[..., Any]:
     """Run a Dynamo graph's forward and backward, passes applied, with eager kernels."""
 
-    calls = Calls(unit)
+    calls = StepCalls(unit) if unit.is_whole_step else Calls(unit)
 
     def forward(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         unit.note_forward()
@@ -32,6 +33,11 @@ def compile_unit(
         )
 
     def inference(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if isinstance(calls, StepCalls):
+            step = unit.take_whole_step(module)
+            return calls.step(
+                make_boxed_func(step.module.forward), lambda b: make_boxed_func(b.module.forward)
+            )
         unit.inference(module)
         return make_boxed_func(module.forward)
 

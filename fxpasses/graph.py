@@ -10,6 +10,7 @@ they survive copies:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import math
@@ -18,13 +19,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from fxpasses.effects import is_effectful
 
 INPUT_KINDS = ("parameter", "buffer", "input", "saved", "tangent", "state")
-# Kinds of state that the program holds, not we: a module's buffer; what waits in a parameter's `.grad`.
-BUFFER_STATE, PENDING_STATE = "buffer", "pending"
+# Kinds of state that the program holds, not we: a module's buffer; what waits in a parameter's `.grad`; whether
+# anything waits there.
+BUFFER_STATE, PENDING_STATE, WAITS_STATE = "buffer", "pending", "waits"
 # Kinds of state that belong to the model as a whole: its loss scale; whether a gradient was not finite.
 SCALE_STATE, OVERFLOW_STATE = "loss_scale", "overflow"
 OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
@@ -115,6 +117,21 @@ class TrainingGraph:
     def written_buffers(self) -> tuple[StateSpec, ...]:
         """The buffers that the forward of this backward writes (`module.meta["written_buffers"]`)."""
         return self.module.meta.get("written_buffers", ())
+
+    def buffer(self, spec: StateSpec) -> fx.Node:
+        """What a written buffer holds when the forward is over: an input; in a whole step, what it writes."""
+        for _, node, role in self.outputs("mutation"):
+            if role.name == spec.parameter:
+                return node
+        return self.add_state(spec)
+
+    def write_buffer(self, spec: StateSpec, node: fx.Node) -> None:
+        """Make `node` the value that a written buffer has after the graph ran."""
+        for index, _, role in self.outputs("mutation"):
+            if role.name == spec.parameter:
+                self.set_output(index, node)
+                return
+        self.write_state(spec.name, node)
 
     @property
     def first_call(self) -> fx.Node:
@@ -238,6 +255,12 @@ def empty_like(module: fx.GraphModule) -> fx.GraphModule:
     empty = fx.GraphModule(torch.nn.Module(), graph)
     empty.meta["fake_mode"] = TrainingGraph(module).fake_mode
     return empty
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy, with the tensors that it holds, also while the compiler traces with fake ones."""
+    with unset_fake_temporarily():
+        return copy.deepcopy(module)
 
 
 def _identifier(name: str) -> str:

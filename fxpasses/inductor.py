@@ -26,6 +26,7 @@ from torch.utils._ordered_set import OrderedSet
 from fxpasses.calls import Calls
 from fxpasses.schedule import order
 from fxpasses.schedule.order import Event, OrderError
+from fxpasses.step_calls import StepCalls
 from fxpasses.unit import Backward, Unit
 
 C10D = torch.ops._c10d_functional
@@ -44,11 +45,15 @@ def compile_unit(
     AOTAutograd's own cache is passed by, since a hit would skip the passes, and with them plan, dump and
     state. Inductor's cache, keyed by the graph that the passes made, still spares the compilation.
     """
-    calls = Calls(unit)
+    calls = StepCalls(unit) if unit.is_whole_step else Calls(unit)
     patches = {**patches, "custom_partitioner_fn": _Partitioner(unit)}
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_inference"):
+            if isinstance(calls, StepCalls):
+                step = unit.take_whole_step(module)
+                compile_variant = _VariantCompiler(step.module, inputs, kwargs, patches)
+                return calls.step(compile_variant.compile(step), compile_variant)
             unit.inference(module)
             return compile_fx_inner(module, inputs, **kwargs)
         if not kwargs.get("is_backward"):
@@ -108,19 +113,21 @@ class _VariantCompiler:
         self._compiling = torch._guards.CompileContext.try_get()
 
     def __call__(self, backward: Backward) -> Callable[[list[Any]], Any]:
-        module = backward.module
-        meta = module.graph.output_node().meta
-        meta.update({k: v for k, v in self._like.items() if k not in meta})
-        placeholders = module.graph.find_nodes(op="placeholder")
-        states = [node.meta["val"] for node in placeholders[len(self._inputs) :]]
         with (
             torch._guards.tracing(self._tracing),
             torch._guards.compile_context(self._compiling),
             inductor_config.patch(self._patches),
         ):
-            return _compile_backward(
-                module, [*self._inputs, *states], backward.events, self._kwargs
-            )
+            return self.compile(backward)
+
+    def compile(self, backward: Backward) -> Callable[[list[Any]], Any]:
+        """Compile one, while AOTAutograd compiles."""
+        module = backward.module
+        meta = module.graph.output_node().meta
+        meta.update({k: v for k, v in self._like.items() if k not in meta})
+        placeholders = module.graph.find_nodes(op="placeholder")
+        states = [node.meta["val"] for node in placeholders[len(self._inputs) :]]
+        return _compile_backward(module, [*self._inputs, *states], backward.events, self._kwargs)
 
 
 class _Partitioner(CustomPartitionerFn):

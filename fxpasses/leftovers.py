@@ -8,15 +8,16 @@ graph of the same passes that has these gradients as its inputs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 
 import torch
 
-from fxpasses import accumulation, aot
+from fxpasses import accumulation
 from fxpasses.binding import Binding
 from fxpasses.coverage import reduced
 from fxpasses.distributed.agreement import agree, halves
 from fxpasses.distributed.group import is_fake
-from fxpasses.distributed.plans import Plan, Union
+from fxpasses.distributed.plans import Plan, PlanMismatch, Union
 from fxpasses.distributed.waiting import waiting
 from fxpasses.graph import PENDING_STATE, StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
@@ -34,10 +35,16 @@ def note_local(binding: Binding) -> None:
     _owing.add(binding.region)
 
 
-def reduce_afterwards(unit: Unit, binding: Binding) -> None:
-    """Reduce what is left when the backward that is running, which synchronises, is over."""
+def reduce_afterwards(
+    unit: Unit, binding: Binding, afterwards: Callable[[Callable[[], None]], None]
+) -> None:
+    """Reduce what is left when the backward that is about to run, which synchronises, is over.
+
+    Args:
+        afterwards: calls a function then.
+    """
     if binding.region in _owing:
-        aot.after_backward(lambda: _reduce(unit, binding))
+        afterwards(lambda: _reduce(unit, binding))
 
 
 def _reduce(unit: Unit, binding: Binding) -> None:
@@ -47,17 +54,24 @@ def _reduce(unit: Unit, binding: Binding) -> None:
     union = _agreed(unit, binding)
     if not union.parameters:
         return
+    if binding.plan.works_on_gradients:
+        raise PlanMismatch(
+            f"{union.parameters[0]} was left by an earlier micro-batch, but {binding.plan.code} works on all "
+            f"gradients behind its backward ({binding.plan.works_on_gradients}): move that out of the compiled "
+            "function, or use the same parameters in each micro-batch"
+        )
     parameters = {form.name: binding.reachable(form.name) for form in union.parameters}
     specs = tuple(pending_of(name, p) for name, p in parameters.items() if p is not None)
     assert len(specs) == len(parameters), "what is left was reachable when the ranks agreed"
     backward = unit.backward(Variant(LEFT, union, specs))
-    states = [_state(binding, spec) for spec in backward.states]
+    taken = {name: accumulation.take(p) for name, p in parameters.items() if p is not None}
+    states = [_state(binding, spec, taken) for spec in backward.states]
     with waiting(unit.group, f"the reduction of what micro-batches of {unit.scope.code} left"):
         gradients = backward.module(*states)
     for spec, gradient in zip(specs, gradients, strict=True):
         parameter = binding.reachable(spec.parameter)
         assert parameter is not None
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        _deliver(parameter, gradient, taken[spec.parameter])
         if unit.group.size > 1:
             reduced(parameter, unit.group).contributions += 1
     if binding.runtime is not None:
@@ -70,6 +84,7 @@ def _agreed(unit: Unit, binding: Binding) -> Union:
     forms = tuple(form_of(name, parameter) for name, parameter in left.items())
     code = f"what micro-batches of {unit.scope.code} left"
     plan = Plan(code, binding.plan.instance, unit.pipeline.spec, (), forms)
+    plan = dataclasses.replace(plan, sets_gradients=binding.plan.sets_gradients)
     union = None
     if unit.group.size > 1 and not is_fake(unit.group):
         with waiting(unit.group, f"the agreement on {code}"):
@@ -81,14 +96,26 @@ def _agreed(unit: Unit, binding: Binding) -> Union:
     return Union(forms, ()) if union is None else union
 
 
-def _state(binding: Binding, spec: StateSpec) -> torch.Tensor:
+def _deliver(parameter: torch.Tensor, gradient: torch.Tensor, taken: torch.Tensor | None) -> None:
+    """In place: a whole step sets `.grad` to the tensor that it was, once it is over."""
+    if taken is not None:
+        parameter.grad = taken.copy_(gradient)
+    elif parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    else:
+        parameter.grad = gradient
+
+
+def _state(
+    binding: Binding, spec: StateSpec, taken: Mapping[str, torch.Tensor | None]
+) -> torch.Tensor:
     if spec.kind == PARTICIPATION:
         return torch.ones(spec.shape, dtype=spec.dtype, device=spec.device)
     parameter = binding.reachable(spec.parameter)
     assert parameter is not None
     if spec.kind != PENDING_STATE:
         return STORE.get(parameter, spec)
-    pending = accumulation.take(parameter)
+    pending = taken[spec.parameter]
     if pending is None:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     return pending.contiguous()

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpasses.effects import COLLECTIVE_NAMESPACE, is_effectful, is_launch, is_wait
-from fxpasses.graph import INPUT_KINDS, OUTPUT_KINDS, PENDING_STATE, TrainingGraph
+from fxpasses.graph import INPUT_KINDS, OUTPUT_KINDS, PENDING_STATE, WAITS_STATE, TrainingGraph
 from fxpasses.precision import ALLOW, KEEPS_FP32, TABLE, operator_name
 
 Violation = tuple[fx.Node, str]
@@ -110,18 +110,15 @@ def state_keeps_its_form(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Each gradient output passed exactly one reducing collective, on every way from a tangent or from
-    a pending gradient.
+    """Each gradient output passed exactly one reducing collective, on every way from where it begins to be one:
+    a tangent, a pending gradient, or what a backward inside the graph made (`meta["contribution"]`).
 
     Holds once gradients are synchronised.
     """
-    counts: dict[
-        fx.Node, set[int]
-    ] = {}  # reducing collectives on the ways from a tangent to a node
-    tangents = {node for node, _ in graph.inputs("tangent")}
-    tangents |= {n for n, _ in graph.inputs("state") if n.meta["state"].kind == PENDING_STATE}
+    counts: dict[fx.Node, set[int]] = {}  # reducing collectives on the ways from there to a node
     for node in graph.graph.nodes:
-        above = {0} if node in tangents else set().union(*(counts[n] for n in node.all_input_nodes))
+        begins = _begins_a_gradient(node)
+        above = {0} if begins else set().union(*(counts[n] for n in node.all_input_nodes))
         reduces = is_launch(node) and node.meta.get("reduces", False)
         counts[node] = {count + reduces for count in above}
     for gradient in graph.gradients():
@@ -132,6 +129,15 @@ def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
                 gradient.node,
                 f"is the gradient of {gradient.parameter!r} and was reduced {times} times",
             )
+
+
+def _begins_a_gradient(node: fx.Node) -> bool:
+    if "contribution" in node.meta:
+        return True
+    role = node.meta.get("role") if node.op == "placeholder" else None
+    if role is None or role.kind != "state":
+        return role is not None and role.kind == "tangent"
+    return node.meta["state"].kind in (PENDING_STATE, WAITS_STATE)
 
 
 def products_read_one_dtype(graph: TrainingGraph) -> Iterator[Violation]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -32,13 +32,18 @@ class Way:
 
 
 def choose(
-    unit: Unit, binding: Binding, parameters: Mapping[str, torch.Tensor], backward: int
+    unit: Unit,
+    binding: Binding,
+    parameters: Mapping[str, torch.Tensor],
+    backward: int,
+    afterwards: Callable[[Callable[[], None]], None],
 ) -> Way:
     """Decide; over several ranks, together with all of them.
 
     Args:
         parameters: of this call, by name.
         backward: identity of the call of `backward()`.
+        afterwards: calls a function when that call is over.
 
     Raises:
         PlanMismatch: on all ranks, where they can't agree.
@@ -49,22 +54,26 @@ def choose(
     if owner is not None and not owner.synchronises(backward, unit.hardening.accumulate):
         leftovers.note_local(binding)
         return Way(Variant(LOCAL))
-    leftovers.reduce_afterwards(unit, binding)
+    leftovers.reduce_afterwards(unit, binding, afterwards)
     union = None
     if unit.group.size > 1 and owner is not None and not is_fake(unit.group):
         with waiting(unit.group, f"the agreement before the backward of {unit.scope.code}"):
             union = agree(unit.group, binding.digest, binding.whole_plan)
-    pending = _taken({name: parameters[name] for name in unit.facts.gradients})
+    # A whole step adds to what `.grad` holds; a backward returns the total.
+    take = accumulation.claim if unit.is_whole_step else accumulation.take
+    pending = _taken({name: parameters[name] for name in unit.facts.gradients}, take)
     mode = TOTAL if pending else SYNCHRONISE
     if union is None:
         return Way(Variant(mode), pending)
     absent = _absent(unit, binding, union)
-    pending |= _taken({name: _found(binding, name) for name in absent})
+    pending |= _taken({name: _found(binding, name) for name in absent}, accumulation.take)
     return Way(Variant(mode, union, tuple(absent.values()), _buffers(binding, union)), pending)
 
 
-def _taken(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    taken = {name: accumulation.take(p) for name, p in parameters.items()}
+def _taken(
+    parameters: Mapping[str, torch.Tensor], take: Callable[[torch.Tensor], torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    taken = {name: take(p) for name, p in parameters.items()}
     return {name: gradient for name, gradient in taken.items() if gradient is not None}
 
 

@@ -1,34 +1,50 @@
 """One compiled region at compile time: its passes, and what they make of its backward.
 
 joint graph ─▶ joint passes ─▶ partition ─▶ variant ─▶ backward passes ─▶ state lowered to writes ─▶ compiler
+
+A whole step (`whole_step.py`) is not partitioned: its head goes the same way, then its tail joins it.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpasses import aot
+from fxpasses import aot, tail
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import Group, global_rank
 from fxpasses.distributed.plans import Form, Plan, PlannedCollective
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
-from fxpasses.graph import Role, StateSpec, TrainingGraph, empty_like, tangents_reaching
+from fxpasses.graph import (
+    Role,
+    StateSpec,
+    TrainingGraph,
+    copied,
+    empty_like,
+    tangents_reaching,
+)
 from fxpasses.observers import CheckRules, Dump
 from fxpasses.passes.participation import tangent_sets
 from fxpasses.pipeline import Observer, Pipeline
 from fxpasses.rewrite import Provenance, model_line
 from fxpasses.schedule.order import Event, events_of
 from fxpasses.scope import Scope
-from fxpasses.variants import LEFT, LOCAL, SYNCHRONISE, TOTAL, Variant, prepare
+from fxpasses.variants import (
+    LEFT,
+    LOCAL,
+    SYNCHRONISE,
+    TOTAL,
+    Variant,
+    prepare,
+)
+from fxpasses.whole_step import WholeStep, split
 
 _ids = itertools.count()
 
@@ -80,6 +96,8 @@ class Unit:
         scope: Scope,
         input_roles: Sequence[Role],
         decompositions: dict[Any, Callable[..., Any]],
+        is_whole_step: bool = False,
+        sets_gradients: Iterable[str] = (),
     ) -> None:
         self.id = next(_ids)
         self.region = region_being_compiled()
@@ -89,6 +107,9 @@ class Unit:
         self.scope = scope
         self.input_roles = tuple(input_roles)
         self.decompositions = decompositions
+        self.is_whole_step = is_whole_step
+        self.whole_step: WholeStep | None = None  # once it has been traced
+        self._sets_gradients = tuple(sorted(sets_gradients))
         self.primary = Variant(LOCAL if self._accumulates else SYNCHRONISE)
         self.facts = Facts()
         # For each tangent its position among what the forward returned; None: always given.
@@ -110,8 +131,17 @@ class Unit:
             mode = TOTAL if self._accumulates else SYNCHRONISE
             collectives = self.backward(Variant(mode)).collectives
         passes, facts = self.pipeline.spec, self.facts
-        code = self.scope.code
-        return Plan(code, instance, passes, collectives, facts.parameters, facts.buffers)
+        works_on_gradients = self.whole_step.works_on_gradients if self.whole_step else ""
+        return Plan(
+            code=self.scope.code,
+            instance=instance,
+            passes=passes,
+            collectives=collectives,
+            parameters=facts.parameters,
+            buffers=facts.buffers,
+            sets_gradients=self._sets_gradients,
+            works_on_gradients=works_on_gradients,
+        )
 
     @property
     def synchronises(self) -> bool:
@@ -140,6 +170,11 @@ class Unit:
         if not aot.is_whole_joint(joint):
             return split(joint, joint_inputs, **kwargs)
         with user_errors_visible():
+            if self.is_whole_step:
+                raise ValueError(
+                    "the compiled function calls backward() and returns a tensor that requires grad; over "
+                    "several ranks return tensor.detach(), or compile the two as functions of their own"
+                )
             forward_outputs = kwargs["num_fwd_outputs"]
             aot.annotate_joint(joint, forward_outputs, self.input_roles)
             whole = TrainingGraph(joint, self.decompositions)
@@ -161,6 +196,16 @@ class Unit:
             graph = TrainingGraph(module, self.decompositions)
             self._run(self.pipeline, "joint", graph, self._dump("inference"))
 
+    def take_whole_step(self, module: fx.GraphModule) -> Backward:
+        """Run the passes on a whole step, as AOTAutograd traced it; returns the primary variant."""
+        with user_errors_visible():
+            aot.annotate_whole_step(module, self.input_roles)
+            step = split(module, self.decompositions)
+            head = TrainingGraph(step.head, self.decompositions)
+            self._run(self.pipeline, "joint", head, self._dump("joint"))
+            self._base, self.facts, self.whole_step = step.head, _facts_of(head), step
+            return self.backward(self.primary)
+
     def backward(self, variant: Variant) -> Backward:
         """A variant of the backward, made when it is first asked for."""
         if variant not in self._backwards:
@@ -169,7 +214,7 @@ class Unit:
 
     def _make(self, variant: Variant) -> Backward:
         assert self._base is not None, "no backward was recorded"
-        module = empty_like(self._base) if variant.mode == LEFT else copy.deepcopy(self._base)
+        module = empty_like(self._base) if variant.mode == LEFT else copied(self._base)
         graph = TrainingGraph(module, self.decompositions)
         name = "backward" if variant == self.primary else f"backward-{variant.mode}"
         if variant.union is not None:
@@ -178,13 +223,21 @@ class Unit:
         has_local = any(p.local for p in pipeline.stage("backward"))
         if variant.mode == LOCAL or (has_local and variant.mode != LEFT):
             self._run(pipeline, "backward", graph, dump, local=True)
-        prepare(
-            graph, variant
-        )  # what is pending was made by local backwards, their passes included
+        # What is pending was made by local backwards, their passes included.
+        self._prepare(graph, variant)
         if variant.mode != LOCAL:
             self._run(pipeline, "backward", graph, dump, local=False)
+        step = None if variant.mode == LEFT else self.whole_step
+        if step is not None:
+            tail.join(step, graph)
         collectives, events = planned_collectives(graph), events_of(graph.graph)
-        return Backward(module, _lower_state(graph), collectives, events)
+        return Backward(module, _lower_state(graph, step is None), collectives, events)
+
+    def _prepare(self, graph: TrainingGraph, variant: Variant) -> None:
+        if self.whole_step is None:
+            prepare(graph, variant)
+        else:
+            tail.prepare(self.whole_step, graph, variant)
 
     def _run(
         self,
@@ -267,7 +320,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _lower_state(graph: TrainingGraph) -> tuple[StateSpec, ...]:
+def _lower_state(graph: TrainingGraph, is_backward: bool) -> tuple[StateSpec, ...]:
     """Turn state outputs into writes of the state inputs: the caller's signature knows no such outputs."""
     written = {role.name: node for _, node, role in graph.outputs("state")}
     specs: list[StateSpec] = []
@@ -279,7 +332,8 @@ def _lower_state(graph: TrainingGraph) -> tuple[StateSpec, ...]:
                     torch.ops.aten.copy_.default, (node, written[role.name])
                 )
             copy.meta["val"] = node.meta["val"]
-        aot.rename_state_input(node)
+        if is_backward:
+            aot.rename_state_input(node)
     if specs:
         kept = [(n, r) for _, n, r in graph.outputs() if r.kind != "state"]
         graph.output_node.args = (tuple(n for n, _ in kept),)

@@ -12,6 +12,7 @@ what is pending of them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -56,10 +57,25 @@ def prepare(graph: TrainingGraph, variant: Variant) -> None:
         for gradient in graph.gradients():
             if gradient.node.meta["val"].numel():
                 _add_pending(graph, gradient)
+    add_absent(graph, variant)
+
+
+def add_absent(graph: TrainingGraph, variant: Variant) -> None:
+    """Give a backward what it lacks and other ranks have."""
     for spec in variant.absent:
         graph.add_output(graph.add_state(spec), Role("gradient", spec.parameter))
     if variant.union is not None:
         graph.module.meta["written_buffers"] = variant.buffers
+        _add_read_buffers(graph, variant.buffers)
+
+
+def _add_read_buffers(graph: TrainingGraph, buffers: Iterable[StateSpec]) -> None:
+    """In a graph that holds the forward too, a buffer that others write may be one that this one reads."""
+    inputs = {role.name: node for node, role in graph.inputs("buffer")}
+    written = {role.name for _, _, role in graph.outputs("mutation")}
+    for spec in buffers:
+        if spec.parameter in inputs and spec.parameter not in written:
+            graph.add_output(inputs[spec.parameter], Role("mutation", spec.parameter))
 
 
 def _add_pending(graph: TrainingGraph, gradient: Gradient) -> None:

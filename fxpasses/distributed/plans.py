@@ -86,6 +86,8 @@ class Plan:
         parameters: whose gradients the backward makes, in output order.
         buffers: those that its forward writes.
         reachable: trained parameters and buffers that this rank could send zeros for, or a value.
+        sets_gradients: parameters whose `.grad` the code sets when its graph has run (a whole step).
+        works_on_gradients: where the graph uses reduced gradients (a whole step); else empty.
     """
 
     code: str
@@ -95,6 +97,8 @@ class Plan:
     parameters: tuple[Form, ...]
     buffers: tuple[Form, ...] = ()
     reachable: tuple[Form, ...] = ()
+    sets_gradients: tuple[str, ...] = ()
+    works_on_gradients: str = ""
 
     def digest(self, reachable: bool = False) -> bytes:
         """Equal on two ranks exactly if they will send the same.
@@ -135,7 +139,10 @@ def reconcile(plans: Sequence[Plan]) -> Union:
                     f"the ranks are about to run different backwards: {what} is {of(plans[0])} on rank 0 and "
                     f"{of(plan)} on rank {rank}; {_first_difference(plans, 0, rank)}"
                 )
-    return Union(_together(plans, lambda p: p.parameters), _together(plans, lambda p: p.buffers))
+    parameters = _together(plans, lambda p: p.parameters)
+    for rank, plan in enumerate(plans):
+        _check_open(rank, plan, parameters)
+    return Union(parameters, _together(plans, lambda p: p.buffers))
 
 
 _SAME: tuple[tuple[str, Callable[[Plan], object]], ...] = (
@@ -180,6 +187,26 @@ def _together(plans: Sequence[Plan], of: Callable[[Plan], Iterable[Form]]) -> tu
             if not form.same_tensor(here[form.name]):
                 raise _clash(plans, first, form, rank, here[form.name])
     return tuple(form for _, form in found.values())
+
+
+def _check_open(rank: int, plan: Plan, parameters: Iterable[Form]) -> None:
+    """That a rank's code leaves room for gradients of parameters that only others use."""
+    own = {form.name for form in plan.parameters}
+    for form in parameters:
+        if form.name in own:
+            continue
+        if plan.works_on_gradients:
+            raise PlanMismatch(
+                f"{form} does not take part on rank {rank}, whose {plan.code} works on all gradients behind "
+                f"its backward ({plan.works_on_gradients}): move that out of the compiled function, or use "
+                "the same parameters on all ranks"
+            )
+        if form.name in plan.sets_gradients:
+            raise PlanMismatch(
+                f"{form} does not take part on rank {rank}, whose {plan.code} sets its .grad: no loss there "
+                "depends on it although it is used, or it is cleared in the compiled function; leave it alone "
+                "there, or use the same parameters on all ranks"
+            )
 
 
 def _clash(plans: Sequence[Plan], a: int, ours: Form, b: int, theirs: Form) -> PlanMismatch:

@@ -44,6 +44,11 @@ class LossScaling(Pass):
         floating = [n for n, _ in graph.inputs("tangent") if _is_floating(n)]
         outputs = graph.outputs("gradient") + graph.outputs("input_gradient")
         leaving = {i: n for i, n, _ in outputs if isinstance(n, fx.Node) and _is_floating(n)}
+        if leaving and self.scale and not graph.inputs("tangent"):
+            raise ValueError(
+                "option 'loss_scale': the compiled function calls backward() itself, so that its loss can't be "
+                "scaled; call backward() outside of the compiled function"
+            )
         if not floating or not leaving or not self.scale:
             return Report(changed=False)
         state = self._state(graph, floating[0].meta["val"].device)

@@ -10,6 +10,9 @@ and awaited at its end, hidden by the computation in between.
 Before: a graph that knows which buffers its forward writes. After: one broadcast for each dtype and device of
 these; the buffers are state inputs that the graph writes. Integers (`num_batches_tracked`) count alike on all
 ranks by themselves.
+
+A graph that holds the forward too (a whole step) broadcasts what it writes, behind the last gradient. Where
+the ranks' graphs differ it does so behind all else, since each writes another buffer last, or none.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ from fxpasses.rewrite import Provenance, splice
 
 @dataclasses.dataclass(frozen=True)
 class RunningStats(Pass):
-    """Environment: `group`, the registered name of the process group."""
+    """Environment: `group`, the registered name of the process group; `layout`, given where the ranks' graphs
+    differ.
+    """
 
     group: str | None = from_environment("group")
+    layout: tuple[str, ...] | None = from_environment("layout")
 
     name: ClassVar[str] = "running_stats"
     stage: ClassVar[str] = "backward"
@@ -38,22 +44,36 @@ class RunningStats(Pass):
     def run(self, graph: TrainingGraph) -> Report:
         specs = [s for s in graph.written_buffers if s.dtype.is_floating_point]
         groups = [list(g) for _, g in itertools.groupby(sorted(specs, key=_form), key=_form)]
-        first = graph.first_call
-        for index, group in enumerate(groups):
-            self._broadcast(graph, index, group, first)
+        values = [[graph.buffer(spec) for spec in group] for group in groups]
+        place = self._place(graph, [node for nodes in values for node in nodes])
+        for index, (group, nodes) in enumerate(zip(groups, values, strict=True)):
+            self._broadcast(graph, index, group, nodes, place)
         return Report(bool(groups), {"broadcasts": len(groups), "buffers": len(specs)})
 
+    def _place(self, graph: TrainingGraph, values: list[fx.Node]) -> fx.Node:
+        if graph.inputs("tangent"):
+            return graph.first_call
+        if self.layout is not None or not values:
+            return graph.output_node
+        positions = graph.positions()
+        nodes = [*values, *(gradient.node for gradient in graph.gradients())]
+        return graph.behind(max(nodes, key=positions.__getitem__))
+
     def _broadcast(
-        self, graph: TrainingGraph, index: int, specs: list[StateSpec], before: fx.Node
+        self,
+        graph: TrainingGraph,
+        index: int,
+        specs: list[StateSpec],
+        values: list[fx.Node],
+        before: fx.Node,
     ) -> None:
-        states = [graph.add_state(spec) for spec in specs]
         launch: fx.Node = splice(
             graph,
             before,
             lambda xs: torch.ops._c10d_functional.broadcast(
                 torch.cat([x.reshape(-1) for x in xs]), 0, self.group
             ),
-            states,
+            values,
             name=f"buffers{index}",
             provenance=Provenance(self.name, "launch"),
         )
@@ -74,7 +94,7 @@ class RunningStats(Pass):
             provenance=Provenance(self.name, "finish"),
         )
         for spec, new in zip(specs, news, strict=True):
-            graph.write_state(spec.name, new)
+            graph.write_buffer(spec, new)
 
 
 def _form(spec: StateSpec) -> tuple[str, str]:

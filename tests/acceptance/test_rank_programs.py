@@ -275,7 +275,8 @@ class Trainer:
     def __init__(self, program: Program, rank: int, compiled: bool) -> None:
         self.program, self.rank, self.compiled = program, rank, compiled
         torch.manual_seed(0)
-        self.model = Model(program, rank)
+        # In double precision rounding can't pass for a mistake (a norm of two features has gradients near 0).
+        self.model = Model(program, rank).double()
         self.call = self.model
         if compiled:
             self.call = torch.compile(self.model, backend=BACKEND, options=program.options())
@@ -290,7 +291,8 @@ class Trainer:
     def forward(self, rows: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         generator = torch.Generator().manual_seed(100 * self._forwards + self.rank)
         self._forwards += 1
-        return self.call(torch.randn(rows, FEATURES, generator=generator))
+        x = torch.randn(rows, FEATURES, generator=generator, dtype=torch.float64)
+        return self.call(x)
 
     def backward(self, loss: torch.Tensor, sync: bool = True) -> None:
         if self.compiled:

@@ -163,24 +163,6 @@ def test_a_process_group_made_anew_is_noticed(tmp_path):
         assert "initialised anew" in message
 
 
-def whole_step(rank: int) -> str:
-    model = nn.Linear(1, 1)
-
-    def step(x: torch.Tensor) -> None:
-        model(x).sum().backward()
-
-    try:
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
-            torch.compile(step, backend=BACKEND, fullgraph=True)(torch.ones(1, 1))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_backward_inside_the_compiled_function_is_refused():
-    assert all("calls backward()" in message for message in run_ranks(whole_step, 2))
-
-
 def hook_registered_later(rank: int) -> str:
     model = nn.Sequential(Layer(), Layer())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
