@@ -27,8 +27,9 @@ def unit_of(program: Any, *args: torch.Tensor, **options: Any) -> Unit:
     units: list[Unit] = []
 
     def compiler(gm, example_inputs):
-        units.append(backend._unit(gm, example_inputs, options, {}))
-        return eager.compile_unit(gm, example_inputs, units[-1])
+        gm, unit = backend._unit(gm, example_inputs, options, {})
+        units.append(unit)
+        return eager.compile_unit(gm, example_inputs, unit)
 
     torch.compile(program, backend=compiler, fullgraph=True)(*args)
     (unit,) = units

@@ -352,7 +352,13 @@ def refused_on_one_rank(rank: int, how: str) -> str:
     [
         ("clips", "works on all gradients behind its backward"),
         ("clears", "sets its .grad"),
-        ("computes", "sets its .grad"),
+        pytest.param(
+            "computes",
+            "sets its .grad",
+            marks=pytest.mark.skipif(
+                torch.__version__ < (2, 12), reason="torch 2.11 leaves such a .grad alone"
+            ),
+        ),
     ],
 )
 def test_a_gradient_of_other_ranks_that_would_be_lost_is_an_error_on_all(how, message):

@@ -127,6 +127,8 @@ ALIKE = {
     "the line of a buffer": with_form("buffers", model_line="elsewhere/net.py:15"),
     "what is reachable": set_to(reachable=()),
     "the form of what is reachable": with_form("reachable", shape=(9,)),
+    "whose .grad the code sets": set_to(sets_gradients=("a",)),
+    "what the code does with gradients": set_to(works_on_gradients="net.py:18"),
 }
 
 
@@ -153,7 +155,8 @@ def test_every_field_of_a_plan_is_told_apart_or_alike():
                 if getattr(other, name) != getattr(WHOLE, name):
                     found.add(kind)
     assert all(seen.values())
-    assert {name for name, kinds in seen.items() if "different" not in kinds} == {"reachable"}
+    alike = {name for name, kinds in seen.items() if "different" not in kinds}
+    assert alike == {"reachable", "sets_gradients", "works_on_gradients"}
 
 
 def test_the_digest_is_the_same_in_every_process():
@@ -244,7 +247,37 @@ def test_the_models_own_collectives_may_stand_between_others():
     assert reconcile([first, second]) == Union((A, B), ())
 
 
+def test_a_whole_step_may_set_and_work_on_what_takes_part():
+    whole = {"sets_gradients": ("a", "b"), "works_on_gradients": "net.py:18"}
+    plans = [dataclasses.replace(plan(*forms), **whole) for forms in ((A, B), (B, A))]
+    assert reconcile(plans) == Union((A, B), ())
+
+
 # Errors, the same on all ranks
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sets_gradients": ("b",)}, "Net.forward (net.py:12) sets its .grad"),
+        (
+            {"works_on_gradients": "net.py:18"},
+            "works on all gradients behind its backward (net.py:18)",
+        ),
+    ],
+)
+def test_a_whole_step_that_leaves_no_room_for_others_gradients(fields, message):
+    here, there = plan(A, B), dataclasses.replace(plan(A, reachable=(A, B)), **fields)
+    found = mismatch(here, there)
+    assert (
+        found.startswith("'b' of float32[3] does not take part on rank 1, whose")
+        and message in found
+    )
+
+
+def test_a_whole_step_may_set_another_gradient():
+    there = dataclasses.replace(plan(A, reachable=(A, B)), sets_gradients=("a", "c"))
+    assert reconcile([plan(A, B), there]) == Union((A, B), ())
 
 
 def test_other_code_is_named_on_both_ranks_with_the_first_difference():
