@@ -41,6 +41,11 @@ class Participation(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"participation"})
 
     def run(self, graph: TrainingGraph) -> Report:
+        if any("bucket" in node.meta for node in graph.walk()):
+            raise ValueError(
+                "option 'passes': 'participation' looks at what each gradient depends on, which buckets mix; "
+                "put it in front of 'bucketing'"
+            )
         flags = len(tangent_sets(graph) if self.layout is None else self.layout)
         if flags < 2 and self.layout is None:
             return Report(changed=False)

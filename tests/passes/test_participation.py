@@ -20,6 +20,7 @@ from tests.graphs import (
     TwoHeads,
     backward_of,
     checked,
+    doubled,
     execute,
     mlp,
     random_inputs,
@@ -213,3 +214,10 @@ def test_the_contract():
     assert Participation().bind({"layout": ("a",)}) == Participation(layout=("a",))
     assert Participation(layout=("a",)).spec == "participation"
     assert not Participation.local
+
+
+def test_behind_buckets_it_is_refused(fake_world):
+    graph = doubled((2,), (3,))
+    checked(graph, Bucketing(mb=1))
+    with pytest.raises(ValueError, match="put it in front of 'bucketing'"):
+        Participation(group=fake_world).run(graph)
