@@ -83,8 +83,9 @@ class GradientSync(Pass):
         wire = TORCH_DTYPES[self.dtype] if self.dtype else own
 
         def payload(x: torch.Tensor) -> torch.Tensor:
-            x = x.to(torch.promote_types(own, wire))
-            return (x / world if self.reduce == "mean" and world > 1 else x).to(wire)
+            if self.reduce == "mean" and world > 1:
+                x = x.to(torch.promote_types(own, wire)) / world
+            return x.to(wire)
 
         def launch(parts: list[torch.Tensor]) -> torch.Tensor:
             whole = torch.cat([payload(part) for part in parts])

@@ -103,7 +103,7 @@ def _dtype(gradient: Gradient) -> str:
 
 def _stand_right_behind(run: Run, flats: list[fx.Node]) -> None:
     """No operator of the program stands between a bucket and the last gradient that it, or one before it,
-    holds; no view stands before one.
+    holds; no view stands before one. With an agreed order the buckets stand behind all operators.
     """
     order = [n.name for n in run.after.graph.nodes]
     own = {n.name for n in run.before.walk()}
@@ -111,6 +111,9 @@ def _stand_right_behind(run: Run, flats: list[fx.Node]) -> None:
     for flat in flats:
         members = [_producer(run, p).name for p in flat.meta["bucket"].parameters]
         latest = max(latest, *(order.index(name) for name in members))
+        if run.current.layout is not None:  # type: ignore[attr-defined]
+            latest = max([order.index(name) for name in own], default=latest)
+            assert order.index(flat.name) > latest, f"{flat.name!r} stands among the computation"
         between = own & set(order[latest + 1 : order.index(flat.name)])
         assert not between, f"{sorted(between)} stand between {flat.name!r} and its last gradient"
     views = [
