@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import types
@@ -10,13 +11,19 @@ from typing import Any
 
 import torch
 from functorch.compile import make_boxed_func
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from fxpasses import aot, marking
 from fxpasses.dynamo import describe_inputs, forget_none, gradients_held
+from fxpasses.graph import TrainingGraph, copied
+from fxpasses.marking import MARKER
+from fxpasses.tail import join
+from fxpasses.whole_step import WholeStep, split
+from tests.graphs import checked, nodes_with
 
 _count = itertools.count()
+X = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])
 
 
 def marked(step: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -74,3 +81,85 @@ def _compile(step: Callable[..., Any], backend: Callable[..., Any], args: Sequen
     fresh = types.FunctionType(code, step.__globals__, name, None, step.__closure__)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         torch.compile(fresh, backend=backend, fullgraph=True)(*args)
+
+
+def one(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def two(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().sum().backward()
+    model(x * 2).sum().backward()
+
+
+def clipped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    one(model, x)
+    return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def reads_in_between(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model(x).square().sum().backward()
+    norm = model[0].weight.grad.norm()
+    model(x * 2).sum().backward()
+    return norm
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A copy, `.grad` included."""
+    twin = copy.deepcopy(model)
+    for new, old in zip(twin.parameters(), model.parameters(), strict=True):
+        new.grad = None if old.grad is None else old.grad.clone()
+    return twin
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+def cut(step: Callable[..., Any], model: nn.Module) -> WholeStep:
+    return split(traced_step(step, twin_of(model), X).module)
+
+
+def joined(step: WholeStep, *passes: Any) -> TrainingGraph:
+    graph = TrainingGraph(copied(step.head))
+    checked(graph, *passes)
+    join(step, graph)
+    return graph
+
+
+def head(step: WholeStep) -> TrainingGraph:
+    return TrainingGraph(step.head)
+
+
+def results(step: Callable[..., Any], model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The outputs of a step that was cut and joined, and the gradients that it left where some were before."""
+    model = twin_of(model)
+    before = [p.grad for p in model.parameters()]
+    traced = traced_step(step, model, X)
+    graph = joined(split(traced.module))
+    assert not nodes_with(graph, MARKER)
+    graph.graph.lint()
+    return list(fx.Interpreter(graph.module).run(*traced.inputs)), before
+
+
+def expected(step: Callable[..., Any], model: nn.Module) -> tuple[Any, list[Any]]:
+    """What the function returns, and the gradients that it leaves."""
+    twin = twin_of(model)
+    return step(twin, X), [p.grad for p in twin.parameters()]
+
+
+def close(found: list[Any], wanted: list[Any]) -> bool:
+    return all(torch.allclose(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def ancestors(node: fx.Node) -> set[str]:
+    found, pending = set(), [node]
+    while pending:
+        current = pending.pop()
+        found.add(current.name)
+        pending += [n for n in current.all_input_nodes if n.name not in found]
+    return found

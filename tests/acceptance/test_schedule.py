@@ -70,6 +70,28 @@ def test_order_of_a_gpt_in_the_generated_code(fake_world):
     assert behind == sorted(behind, reverse=True)
 
 
+def test_a_whole_step_sends_while_its_last_backward_computes(fake_world):
+    model = three_layers()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for part in x.chunk(2):
+            model(part).sum().backward()
+        return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(
+            step, backend="hardened", fullgraph=True, options={"bucket_mb": 0.01}
+        )
+        _, codes = run_and_get_code(compiled, torch.randn(16, 64))
+    events = emitted(codes[-1])
+    products = [i for i, e in enumerate(events) if e == "product"]
+    launches = [i for i, e in enumerate(events) if e == "launch"]
+    assert len(launches) == events.count("wait") == len(fxpasses.runtime(model).plan) == 3
+    # Forward, backward, forward; what the second backward still computes hides the first two.
+    assert [sum(p > launch for p in products) for launch in launches][-1] <= 1
+    assert launches[0] < launches[1] < products[-1] < events.index("wait")
+
+
 def test_without_overlap_each_wait_follows_its_launch(fake_world):
     model, tokens = small_gpt()
     options = {"bucket_mb": 0.2, "passes": "bucketing,gradient_sync{overlap=false}"}
