@@ -307,9 +307,9 @@ class Trainer:
 
     def snapshot(self) -> dict[str, torch.Tensor | None]:
         """Copies of all that is compared."""
-        found = {"the output": self.output, **dict(self.model.named_parameters())}
-        found |= {f"the gradient of {name}": p.grad for name, p in self.model.named_parameters()}
-        found |= running_statistics(self.model)
+        parameters = dict(self.model.named_parameters())
+        found = {f"the gradient of {name}": p.grad for name, p in parameters.items()}
+        found |= {"the output": self.output, **parameters, **running_statistics(self.model)}
         return {name: None if t is None else t.detach().clone() for name, t in found.items()}
 
 

@@ -102,9 +102,10 @@ def test_without_overlap_each_wait_follows_its_launch(fake_world):
 def test_a_broken_order_stops_the_compilation(fake_world, monkeypatch):
     honest = order.links
     monkeypatch.setattr(order, "links", lambda events: honest(_waits_first(events)))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     model, tokens = small_gpt()
-    with pytest.raises(order.OrderError, match="expected .* found"):
+    # Not by monkeypatch: the setting is an alias, which it would delete when it undoes itself.
+    fresh = torch._inductor.config.patch(force_disable_caches=True)
+    with fresh, pytest.raises(order.OrderError, match="expected .* found"):
         backward_code(model, {"bucket_mb": 0.2}, tokens)
 
 
