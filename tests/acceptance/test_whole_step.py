@@ -137,16 +137,17 @@ def like_eager(rank: int, step: Step, backend: str, options: dict[str, Any], zer
     return [seen, counts]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("step", "options", "zero"),
+    ("backend", "step", "options", "zero"),
     [
-        (one_backward, {}, ""),
-        (one_backward, {"reduce": "sum"}, "outside"),
-        (two_backwards, {}, ""),
-        (clipped, {}, ""),
-        (cleared, {}, "in function"),
-        (updates, {}, "outside"),
+        (BACKEND, one_backward, {}, ""),
+        (BACKEND, one_backward, {"reduce": "sum"}, "outside"),
+        (BACKEND, two_backwards, {}, ""),
+        (BACKEND, clipped, {}, ""),
+        (BACKEND, cleared, {}, "in function"),
+        (BACKEND, updates, {}, "outside"),
+        ("hardened", two_backwards, {}, ""),
+        ("hardened", clipped, {}, "outside"),
     ],
 )
 def test_like_eager_with_an_average(backend, step, options, zero):
