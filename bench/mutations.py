@@ -257,8 +257,13 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
         "            launch.next,\n            torch.ops",
     ),
     ("participation", "state is not written", "graph.write_state(spec.name, total)", "pass"),
-    ("participation", "always acts", "if flags < 2 and self.layout is None:", "if False:"),
-    ("participation", "acts from three on", "if flags < 2 and", "if flags < 3 and"),
+    ("participation", "always acts", "len(tangent_sets(graph, reach)) < 2:", "False:"),
+    (
+        "participation",
+        "acts from three on",
+        "len(tangent_sets(graph, reach)) < 2:",
+        "len(tangent_sets(graph, reach)) < 3:",
+    ),
     ("participation", "by maximum", '(x, "sum", self.group)', '(x, "max", self.group)'),
     ("participation", "in double", "(flags,), torch.float32", "(flags,), torch.float64"),
     (
@@ -270,14 +275,14 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "participation",
         "inputs' gradients left out",
-        'graph.outputs("gradient") + graph.outputs("input_gradient")',
-        'graph.outputs("gradient")',
+        'role.kind in ("gradient", "input_gradient")',
+        'role.kind in ("gradient",)',
     ),
     (
         "participation",
         "constants count",
-        "sorted(found - {frozenset()}, key=sorted)",
-        "sorted(found, key=sorted)",
+        "node is not None and reach[node]\n",
+        "node is not None\n",
     ),
     # running_stats
     ("running_stats", "no wait", "torch.ops._c10d_functional.wait_tensor(x).split", "x.split"),

@@ -4,9 +4,9 @@
 
 For each link and number of ranks: a step of each in turn, in the same processes; medians, and median and
 quartiles of the ratio of neighbouring steps. Then what it costs that ranks agree before a backward
-communicates, as shares of the step: `agreed` is the time inside `fxpasses::agreement` in profiled steps, the
-wait for the slowest rank's forward included ("n/a" if nothing has that label); `bare` is an all-reduce of as
-few bytes right behind a barrier.
+communicates, as shares of the step: `agreement` is how much longer the step is than the same step with the agreement
+left out, also in turn; `inside` is the time spent in `fxpasses::agreement` in profiled steps, the wait for the
+slowest rank's forward included, most of which moves there from the first bucket's.
 
 A link other than `loopback` is a rate as `tc` writes it; it needs root and iproute2.
 """
@@ -17,14 +17,13 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from bench.steps import (
-    UNTIMED_STEPS,
     Step,
     ddp,
     finish_rank,
@@ -39,7 +38,6 @@ from bench.testbed import Testbed
 
 LOOPBACK = "loopback"
 AGREEMENT = "fxpasses::agreement"
-AGREEMENT_NUMEL = 8  # int64
 PROFILED_STEPS = 4
 TIMEOUT_S = 1200  # of one link and number of ranks, compilation included
 
@@ -53,45 +51,44 @@ class Overhead:
 
     Attributes:
         ratio_by_round: hardened / ddp.
-        agreed_share: of the hardened step; None without an agreement.
-        bare_share: of the hardened step.
+        agreement_by_round: hardened / the same without agreement.
+        inside_share: of the hardened step.
     """
 
     hardened_s: float
     ddp_s: float
     ratio_by_round: list[float]
-    agreed_share: float | None
-    bare_share: float
+    agreement_by_round: list[float]
+    inside_share: float
 
     @property
     def ratio(self) -> float:
         return statistics.median(self.ratio_by_round)
 
+    @property
+    def agreement(self) -> float:
+        """The agreement's share of the step."""
+        return 1 - 1 / statistics.median(self.agreement_by_round)
+
     def row(self) -> str:
         low, _, high = statistics.quantiles(self.ratio_by_round, n=4, method="inclusive")
         times = f"{self.hardened_s * 1e3:11.1f} {self.ddp_s * 1e3:9.1f}"
         spread = f"{self.ratio:6.3f} {low:6.3f} - {high:.3f}"
-        return f"{times} {spread} {_percent(self.agreed_share)} {_percent(self.bare_share)}"
+        return f"{times} {spread} {self.agreement:9.2%} {self.inside_share:7.2%}"
 
     def goals(self) -> str:
         ratio = _verdict(self.ratio, RATIO_GOAL)
-        agreement = _verdict(self.agreed_share, AGREEMENT_GOAL)
+        agreement = _verdict(self.agreement, AGREEMENT_GOAL)
         return f"ratio <= {RATIO_GOAL}: {ratio}; agreement <= {AGREEMENT_GOAL:.0%}: {agreement}"
 
 
 HEADER = (
     f"{'link':10} {'ranks':>5} {'hardened ms':>11} {'ddp ms':>9} {'ratio':>6} {'quartiles':>14} "
-    f"{'agreed':>8} {'bare':>8}   goals"
+    f"{'agreement':>9} {'inside':>7}   goals"
 )
 
 
-def _percent(share: float | None) -> str:
-    return f"{'n/a' if share is None else f'{share:.2%}':>8}"
-
-
-def _verdict(value: float | None, goal: float) -> str:
-    if value is None:
-        return "n/a"
+def _verdict(value: float, goal: float) -> str:
     return "met" if value <= goal else "missed"
 
 
@@ -130,21 +127,31 @@ def worker(args: argparse.Namespace) -> None:
     start_rank()
     wraps = {"hardened": hardened(args.bucket_mb), "ddp": ddp(args.bucket_mb)}
     steps = {name: training_step(wrap, args.batch, args.block) for name, wrap in wraps.items()}
+    steps["unagreed"] = without_agreement(steps["hardened"])
     times = timed_in_turn(steps, args.rounds)
     step_s = statistics.median(times["hardened"])
-    agreed_s = agreement_seconds(steps["hardened"])
     result = Overhead(
         hardened_s=step_s,
         ddp_s=statistics.median(times["ddp"]),
         ratio_by_round=ratios(times, "hardened", "ddp"),
-        agreed_share=agreed_s and agreed_s / step_s,
-        bare_share=all_reduce_seconds(args.rounds) / step_s,
+        agreement_by_round=ratios(times, "hardened", "unagreed"),
+        inside_share=agreement_seconds(steps["hardened"]) / step_s,
     )
     finish_rank(dataclasses.asdict(result))
 
 
-def agreement_seconds(step: Step) -> float | None:
-    """What a step spends in agreement; None if no step has any.
+def without_agreement(step: Step) -> Step:
+    """The same step, whose ranks take it for granted that they send the same."""
+
+    def run() -> float:
+        with mock.patch("fxpasses.synchronise.agree", lambda *_: None):
+            return step()
+
+    return run
+
+
+def agreement_seconds(step: Step) -> float:
+    """What a step spends in agreement, waiting for other ranks included.
 
     The step's own time is not taken from here: profiling makes it longer.
     """
@@ -154,20 +161,9 @@ def agreement_seconds(step: Step) -> float | None:
             dist.barrier()  # in here: ranks take their own time to start profiling
             step()
         found: list[Any] = [e for e in profile.events() if e.name == AGREEMENT]
-        seconds += [sum(e.time_range.elapsed_us() for e in found) / 1e6] if found else []
-    return statistics.median(seconds) if seconds else None
-
-
-def all_reduce_seconds(rounds: int) -> float:
-    """An all-reduce of as many integers as an agreement takes."""
-    payload = torch.zeros(AGREEMENT_NUMEL, dtype=torch.int64)
-    seconds = []
-    for _ in range(UNTIMED_STEPS + rounds):
-        dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(payload)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[UNTIMED_STEPS:])
+        assert found, f"no step has the label {AGREEMENT}"
+        seconds.append(sum(e.time_range.elapsed_us() for e in found) / 1e6)
+    return statistics.median(seconds)
 
 
 def _at_least_two(word: str) -> int:

@@ -76,7 +76,7 @@ def _output_role(desc: Any, position: int, forward: bool, input_roles: Sequence[
     return Role("output" if forward else "input_gradient", f"{position}")
 
 
-def _written_buffers(joint: fx.GraphModule) -> tuple[StateSpec, ...]:
+def written_buffers(joint: fx.GraphModule) -> tuple[StateSpec, ...]:
     """Buffers that a joint graph writes: by an output, or by a `copy_` that AOTAutograd left inside."""
     buffers = {
         node.meta["role"].name: node
@@ -96,7 +96,7 @@ def _written_buffers(joint: fx.GraphModule) -> tuple[StateSpec, ...]:
 
 def annotate_backward(module: fx.GraphModule, joint: fx.GraphModule, forward_outputs: int) -> None:
     """Write roles to the backward half of an annotated joint graph, and which buffers the forward writes."""
-    module.meta["written_buffers"] = _written_buffers(joint)
+    module.meta["written_buffers"] = written_buffers(joint)
     for node in module.graph.find_nodes(op="placeholder"):
         kind = "tangent" if node.name.startswith(TANGENT_PREFIX) else "saved"
         node.meta["role"] = Role(kind, node.name)
@@ -108,7 +108,7 @@ def annotate_whole_step(module: fx.GraphModule, input_roles: Sequence[Role]) -> 
     """Write roles to a graph that holds forward and backward, and which buffers it writes."""
     outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
     annotate_joint(module, outputs, input_roles)
-    module.meta["written_buffers"] = _written_buffers(module)
+    module.meta["written_buffers"] = written_buffers(module)
 
 
 def rename_state_input(node: fx.Node) -> None:

@@ -179,15 +179,17 @@ class Calls:
         return outputs[:own]
 
     def flags(self, way: Way, given: frozenset[int]) -> dict[Any, bool]:
-        """By set of tangents, or by parameter where the ranks' graphs differ: whether it takes part here."""
+        """By output, or by parameter where the ranks' graphs differ: whether that gradient takes part here."""
         facts = self.unit.facts
-        by_set = {s: bool(s & given) for s in facts.sets}
-        for name in way.pending.keys() & facts.gradients.keys():
-            by_set[facts.needs[facts.gradients[name]]] = True
+        waiting_here = {facts.gradients[name] for name in way.pending if name in facts.gradients}
+        by_output = {
+            index: bool(need & given) or index in waiting_here
+            for index, need in facts.flagged.items()
+        }
         if way.variant.layout is None:
-            return by_set
+            return by_output
         return {
-            name: by_set[facts.needs[facts.gradients[name]]]
+            name: by_output.get(facts.gradients[name], True)
             if name in facts.gradients
             else name in way.pending
             for name in way.variant.layout
@@ -212,9 +214,11 @@ class Calls:
         facts = self.unit.facts
         layout = way.variant.layout
         if layout is None:
-            own = zip(outputs, facts.needs, strict=True)
-            return [None if need and not took_part[need] else x for x, need in own]
-        used = [not need or bool(need & given) for need in facts.needs]
+            return [x if took_part.get(index, True) else None for index, x in enumerate(outputs)]
+        used = [
+            index not in facts.flagged or bool(facts.flagged[index] & given)
+            for index in range(len(outputs) - len(way.variant.absent))
+        ]
         for name, index in facts.gradients.items():
             used[index] = took_part[name]
         used += [took_part[spec.parameter] for spec in way.variant.absent]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from fxpasses.graph import (
     tangents_reaching,
 )
 from fxpasses.observers import CheckRules, Dump
-from fxpasses.passes.participation import tangent_sets
+from fxpasses.passes.participation import flagged_outputs
 from fxpasses.pipeline import Observer, Pipeline
 from fxpasses.rewrite import Provenance, model_line
 from fxpasses.schedule.order import Event, events_of
@@ -71,15 +72,13 @@ class Facts:
     """What holds of a backward whatever its variant.
 
     Attributes:
-        sets: the different sets of tangents that gradients depend on.
-        needs: for each output the set of tangents that it depends on; empty where it needs none.
+        flagged: for each output that is a gradient the tangents that it depends on, if any.
         gradients: parameter → the output that is its gradient.
         parameters: the forms of these gradients, in output order.
         buffers: the buffers that the forward writes.
     """
 
-    sets: tuple[frozenset[int], ...] = ()
-    needs: tuple[frozenset[int], ...] = ()
+    flagged: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
     parameters: tuple[Form, ...] = ()
     buffers: tuple[Form, ...] = ()
@@ -188,13 +187,25 @@ class Unit:
 
     def inference(self, module: fx.GraphModule) -> None:
         """Run the joint passes over a graph that records no backward, in place."""
-        if not self.pipeline.stage("joint") or not aot.is_whole_joint(module):
+        if not aot.is_whole_joint(module):
             return
         with user_errors_visible():
             outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
             aot.annotate_joint(module, outputs, self.input_roles)
-            graph = TrainingGraph(module, self.decompositions)
-            self._run(self.pipeline, "joint", graph, self._dump("inference"))
+            self._warn_of_statistics(aot.written_buffers(module))
+            if self.pipeline.stage("joint"):
+                graph = TrainingGraph(module, self.decompositions)
+                self._run(self.pipeline, "joint", graph, self._dump("inference"))
+
+    def _warn_of_statistics(self, written: Iterable[StateSpec]) -> None:
+        """Running statistics travel with a backward; without one each rank keeps its own."""
+        names = [spec.parameter for spec in written if spec.dtype.is_floating_point]
+        if names and self.synchronises and self.group.size > 1:
+            warnings.warn(
+                f"{self.scope.code} updates {', '.join(names)} and has no backward: each rank keeps its own "
+                "values. Call eval() on norms that are frozen, or compile them together with what trains",
+                stacklevel=2,
+            )
 
     def take_whole_step(self, module: fx.GraphModule) -> Backward:
         """Run the passes on a whole step, as AOTAutograd traced it; returns the primary variant."""
@@ -268,11 +279,8 @@ class Unit:
 
 
 def _facts_of(graph: TrainingGraph) -> Facts:
-    reach = tangents_reaching(graph)
-    nothing: frozenset[int] = frozenset()
     return Facts(
-        sets=tuple(tangent_sets(graph, reach)),
-        needs=tuple(reach.get(node, nothing) for _, node, _ in graph.outputs()),
+        flagged=flagged_outputs(graph, tangents_reaching(graph)),
         gradients={g.parameter: g.index for g in graph.gradients()},
         parameters=tuple(
             dataclasses.replace(

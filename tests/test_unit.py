@@ -56,9 +56,8 @@ def bare_form(form: Form) -> Form:
 
 def test_facts_of_a_backward():
     facts = simple().facts
-    assert facts.sets == (frozenset({0}),)
     assert facts.gradients == {"weight": 0, "bias": 2}  # between them stands that of the input
-    assert facts.needs == (frozenset({0}), frozenset(), frozenset({0}))
+    assert facts.flagged == {0: {0}, 2: {0}}
     assert [bare_form(f) for f in facts.parameters] == [
         Form("weight", (2, 3), "float32", (0, 1)),
         Form("bias", (2,), "float32", (0,)),
@@ -74,8 +73,7 @@ def test_gradients_say_where_the_model_uses_their_parameter():
 
 def test_facts_of_two_heads_tell_their_tangents_apart():
     facts = unit_of(TwoHeads(), torch.ones(4, 3)).facts
-    assert facts.sets == (frozenset({0}), frozenset({1}))
-    needs = {name: set(facts.needs[index]) for name, index in facts.gradients.items()}
+    needs = {name: facts.flagged[index] for name, index in facts.gradients.items()}
     assert needs == {"a.weight": {0}, "a.bias": {0}, "b.weight": {1}, "b.bias": {1}}
 
 
@@ -94,6 +92,20 @@ def test_a_forward_that_records_no_backward_has_no_facts():
         unit = simple()
     assert unit.facts == Facts() and not unit.trains
     assert unit.plan((0,)).parameters == () and unit.plan((0,)).collectives == ()
+
+
+def test_running_statistics_without_a_backward_are_warned_of(fake_world):
+    norm = nn.BatchNorm1d(2)
+    words = "updates running_mean, running_var and has no backward: each rank keeps its own values"
+    with torch.no_grad(), pytest.warns(UserWarning, match=words):
+        unit_of(norm, torch.randn(4, 2))
+
+
+def test_no_warning_where_statistics_stay_or_have_a_backward(fake_world, recwarn):
+    unit_of(nn.BatchNorm1d(2), torch.randn(4, 2))
+    with torch.no_grad():
+        unit_of(nn.BatchNorm1d(2).eval(), torch.randn(4, 2))
+    assert not [w for w in recwarn if "no backward" in str(w.message)]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ A compiled backward makes a zero for each output that the loss did not use, so a
 output gets a zero gradient where eager autograd gives `None` (and weight decay then moves it). The runtime
 knows which tangents were given; over several ranks a gradient is `None` only if that holds on all of them.
 
-Before: a graph whose gradients depend on different tangents. After: one more state input, a float per set
-of tangents, summed over the ranks by the first collective of the graph. A graph whose gradients all depend
-on the same tangents is left alone, since its backward runs only if those exist.
+Before: a graph whose gradients depend on different tangents. After: one more state input, a float per
+gradient, summed over the ranks by the first collective of the graph. It is not one per set of tangents, since a
+gradient can also take part by what micro-batches left of it. A graph whose gradients all depend on the same
+tangents is left alone, since its backward runs only if those exist.
 
-Where the ranks' graphs differ (`layout`), tangents can't be compared; then it is a float per parameter.
+Where the ranks' graphs differ (`layout`), it is a float per parameter of the layout.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class Participation(Pass):
                 "option 'passes': 'participation' looks at what each gradient depends on, which buckets mix; "
                 "put it in front of 'bucketing'"
             )
-        flags = len(tangent_sets(graph) if self.layout is None else self.layout)
-        if flags < 2 and self.layout is None:
+        reach = tangents_reaching(graph)
+        if self.layout is None and len(tangent_sets(graph, reach)) < 2:
             return Report(changed=False)
+        flags = len(flagged_outputs(graph, reach) if self.layout is None else self.layout)
         device = next(n for _, n, _ in graph.outputs() if n is not None).meta["val"].device
         spec = StateSpec(STATE_KIND, "", (flags,), torch.float32, device)
         launch = splice(
@@ -71,16 +73,24 @@ class Participation(Pass):
         return Report(changed=True, counts={"flags": flags})
 
 
-def tangent_sets(
-    graph: TrainingGraph, reach: Mapping[fx.Node, frozenset[int]] | None = None
-) -> list[frozenset[int]]:
-    """The different sets of tangents that gradients, of parameters and of inputs, depend on, in a fixed
-    order.
+def flagged_outputs(
+    graph: TrainingGraph, reach: Mapping[fx.Node, frozenset[int]]
+) -> dict[int, frozenset[int]]:
+    """Gradients, of parameters and of inputs, that depend on tangents: position among the outputs, in order
+    → the tangents.
 
     Args:
-        reach: `tangents_reaching(graph)`, where it is known already.
+        reach: `tangents_reaching(graph)`.
     """
-    reach = tangents_reaching(graph) if reach is None else reach
-    outputs = graph.outputs("gradient") + graph.outputs("input_gradient")
-    found = {reach[node] for _, node, _ in outputs if isinstance(node, fx.Node)}
-    return sorted(found - {frozenset()}, key=sorted)
+    return {
+        index: reach[node]
+        for index, node, role in graph.outputs()
+        if role.kind in ("gradient", "input_gradient") and node is not None and reach[node]
+    }
+
+
+def tangent_sets(
+    graph: TrainingGraph, reach: Mapping[fx.Node, frozenset[int]]
+) -> set[frozenset[int]]:
+    """The different sets of tangents that gradients depend on."""
+    return set(flagged_outputs(graph, reach).values())

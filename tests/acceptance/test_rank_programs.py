@@ -29,20 +29,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import fxpasses
 import tests.multirank  # noqa: F401  (has the server that ranks are forked from load torch first)
-
-# What is not generated while it is off.
-UNION = True  # parts that are used on some ranks only
-ACCUMULATION = True  # no_sync() and the option `accumulate`
-# Batch norms in regions that may have no backward: nothing carries rank 0's running statistics there.
-STATISTICS_ALWAYS = False
-# Steps that find a gradient from before its part was frozen: it is taken for one that was not reduced.
-STALE_GRADIENTS = False
 
 BACKEND = "hardened_aot_eager"
 LONG_RUN = "FXPASSES_RANK_PROGRAMS"
@@ -480,7 +472,7 @@ def parts() -> st.SearchStrategy[Part]:
         tied=st.booleans(),
         frozen=st.booleans(),
         auxiliary=st.booleans(),
-        used_on=some_ranks if UNION else st.sampled_from([ALL, ALL, ALL, ()]),
+        used_on=some_ranks,
         break_before=st.booleans(),
     )
 
@@ -489,7 +481,7 @@ def steps() -> st.SearchStrategy[Step]:
     some_ranks = st.sampled_from([ALL, (), (0,), (1,), (1, 2)])
     return st.builds(
         Step,
-        pattern=st.sampled_from(PATTERNS + (PATTERNS_WITHOUT_SYNC if ACCUMULATION else ())),
+        pattern=st.sampled_from(PATTERNS + PATTERNS_WITHOUT_SYNC),
         batch=st.integers(4, 6),
         uneven=st.booleans(),
         auxiliary_on=some_ranks,
@@ -509,9 +501,7 @@ def actions(draw: st.DrawFn) -> tuple[Action, ...]:
     """One to four steps, with something else between them or not."""
     rounds = draw(st.lists(st.tuples(other_actions(), steps()), min_size=1, max_size=4))
     last = draw(other_actions())
-    freezes = any(isinstance(a, Freeze) for others, _ in rounds for a in others)
-    clear = (ZeroGrad(),) if freezes and not STALE_GRADIENTS else ()
-    return (*(a for others, step in rounds for a in (*others, *clear, step)), *last)
+    return (*(a for others, step in rounds for a in (*others, step)), *last)
 
 
 def programs() -> st.SearchStrategy[Program]:
@@ -521,7 +511,7 @@ def programs() -> st.SearchStrategy[Program]:
         actions=actions(),
         world=st.sampled_from(WORLDS),
         bucket_mb=st.sampled_from([25.0, 1e-6]),
-        accumulate=st.sampled_from([1, 1, 2, 3]) if ACCUMULATION else st.just(1),
+        accumulate=st.sampled_from([1, 1, 2, 3]),
     )
     return found.filter(has_the_backwards_it_needs).filter(says_once_when_to_reduce)
 
@@ -542,7 +532,7 @@ def has_the_backwards_it_needs(program: Program) -> bool:
 
     def needs_one(part: Part) -> bool:
         differs = _on_some(part.used_on, program) or (part.auxiliary and partial)
-        return differs or (part.norm == "batch" and not STATISTICS_ALWAYS)
+        return differs or part.norm == "batch"
 
     def ensures_one(index: int, part: Part) -> bool:
         return part.used_on == ALL and not (part.auxiliary or part.frozen or index in touched)
@@ -577,6 +567,19 @@ def ranks() -> Iterator[dict[int, Ranks]]:
     suppress_health_check=list(HealthCheck),
 )
 @given(program=programs())
+# Each was wrong once: the union of one rank's part, buckets of one gradient; a part that only a later
+# micro-batch's rank has; a frozen part's gradient from before; None that became zeros with what was left.
+@example(Program((Part(used_on=(0,)),), (Step(),), bucket_mb=1e-6))
+@example(Program((Part(used_on=(1,)),), (Step(), Step()), accumulate=2))
+@example(Program((Part(),), (Step(), Freeze(), Step(), Freeze(frozen=False), Step())))
+@example(
+    Program(
+        (Part(used_on=(1,)), Part(tied=True, auxiliary=True, used_on=(1, 2))),
+        (Step("fbfb", auxiliary_on=(0,)),),
+        world=3,
+        accumulate=2,
+    )
+)
 def test_programs_train_as_averaged_by_hand(ranks, program):
     ranks[program.world].check(program)
 

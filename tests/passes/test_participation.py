@@ -7,11 +7,11 @@ import torch
 
 from fxpasses.distributed.plans import Form, Union
 from fxpasses.effects import is_launch, is_wait
-from fxpasses.graph import Role, StateSpec, TrainingGraph, empty_like
+from fxpasses.graph import Role, StateSpec, TrainingGraph, empty_like, tangents_reaching
 from fxpasses.passes.base import Report
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
-from fxpasses.passes.participation import STATE_KIND, Participation, tangent_sets
+from fxpasses.passes.participation import STATE_KIND, Participation, flagged_outputs, tangent_sets
 from fxpasses.variants import LEFT, Variant, pending_of, prepare
 from tests.graphs import (
     C10D,
@@ -47,13 +47,13 @@ def unchanged(graph: TrainingGraph, group: str) -> bool:
 # It acts
 
 
-def test_gradients_of_different_tangents_get_a_state_of_one_float_a_set(fake_world):
+def test_gradients_of_different_tangents_get_a_state_of_one_float_each(fake_world):
     graph = two_heads()
-    assert participated(graph, fake_world) == Report(True, {"flags": 2})
+    assert participated(graph, fake_world) == Report(True, {"flags": 4})
     ((state, role),) = graph.inputs("state")
     assert role == Role("state", STATE)
     assert state.meta["state"] == StateSpec(
-        STATE_KIND, "", (2,), torch.float32, torch.device("cpu")
+        STATE_KIND, "", (4,), torch.float32, torch.device("cpu")
     )
     ((_, written, _),) = graph.outputs("state")
     assert is_wait(written) and written.args[0].args == (state, "sum", fake_world)
@@ -177,12 +177,14 @@ def test_a_graph_of_nothing_but_what_waits_has_flags(fake_world):
 # Numbers
 
 
-def test_the_sets_are_those_of_the_gradients_in_a_fixed_order():
+def test_each_gradient_has_the_tangents_that_it_depends_on():
     def program(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return c * 2, a + c, a * 2, b * a * c, a * 3
 
     graph = traced(program, *[torch.ones(3)] * 3)
-    assert [set(s) for s in tangent_sets(graph)] == [{0}, {0, 1, 2}, {0, 2}, {2}]
+    reach = tangents_reaching(graph)
+    assert flagged_outputs(graph, reach) == {0: {2}, 1: {0, 2}, 2: {0}, 3: {0, 1, 2}, 4: {0}}
+    assert {tuple(sorted(s)) for s in tangent_sets(graph, reach)} == {(0,), (2,), (0, 2), (0, 1, 2)}
 
 
 def test_gradients_stay_bitwise(fake_world):
@@ -190,18 +192,18 @@ def test_gradients_stay_bitwise(fake_world):
     inputs = random_inputs(graph)
     before = execute(graph, inputs)
     participated(graph, fake_world)
-    (after,) = Ranks(graph, world=1).run_all([[*inputs, torch.ones(2)]])
+    (after,) = Ranks(graph, world=1).run_all([[*inputs, torch.ones(4)]])
     for old, new in zip(before, after[: len(before)], strict=True):
         assert (old is None and new is None) or torch.equal(old, new)
 
 
-def test_each_rank_learns_on_how_many_ranks_a_set_took_part(fake_world):
+def test_each_rank_learns_on_how_many_ranks_a_gradient_took_part(fake_world):
     graph = two_heads()
     participated(graph, fake_world)
-    flags = [[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    flags = [[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [1.0] * 4, [0.0, 0.0, 1.0, 0.0]]
     inputs = [[*random_inputs(graph)[:-1], torch.tensor(flag)] for flag in flags]
     for outputs in Ranks(graph).run_all(inputs):
-        assert outputs[-1].tolist() == [3.0, 1.0]
+        assert outputs[-1].tolist() == [3.0, 3.0, 2.0, 1.0]
 
 
 # The contract
