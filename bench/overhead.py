@@ -4,7 +4,7 @@
 
 For each link and number of ranks: a step of each in turn, in the same processes; medians, and median and
 quartiles of the ratio of neighbouring steps. Then what it costs that ranks agree before a backward
-communicates, as shares of the step: `agreement` is how much longer the step is than the same step with the agreement
+communicates, as shares of the step: `agreement` is how much longer it is than the same step with the agreement
 left out, also in turn; `inside` is the time spent in `fxpasses::agreement` in profiled steps, the wait for the
 slowest rank's forward included, most of which moves there from the first bucket's.
 
