@@ -19,6 +19,7 @@ _HOME = {
     "Role": "fxpasses.graph",
     "TrainingGraph": "fxpasses.graph",
     "join": "fxpasses.distributed.join",
+    "optimizer": "fxpasses.atomic_update",
     "register_pass": "fxpasses.registry",
     "runtime": "fxpasses.runtimes",
     "splice": "fxpasses.rewrite",
@@ -26,6 +27,7 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
+    from fxpasses.atomic_update import optimizer as optimizer
     from fxpasses.config import Hardening as Hardening
     from fxpasses.distributed.join import join as join
     from fxpasses.grad_scaler import GradScaler as GradScaler

@@ -25,6 +25,9 @@ from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.state import STORE
 
 STATE_DICT_VERSION = 1
+DECIDES_ON_DEVICE = (
+    "_fxpasses_decides_on_device"  # an optimizer that takes `end_step_on_device` itself
+)
 
 
 @dataclasses.dataclass
@@ -64,6 +67,7 @@ class Runtime:
         self._named_by = 0.0  # parameters of the module whose names are in use; 0: names of graphs
         self._plan: dict[Any, tuple[PlannedCollective, ...]] = {}  # by region
         self._step = StepRecord()
+        self._skips: torch.Tensor | None = None  # of this step, while the host has not asked
         self._step_ended = False
         self._last_backward = -1  # of those that count as micro-batches
         self._micro_batch = 0  # of this step, from 1
@@ -73,8 +77,14 @@ class Runtime:
 
     @property
     def last_step(self) -> StepRecord:
-        """The step that ran last; between a backward and `optimizer.step()`, the one under way."""
-        return dataclasses.replace(self.root._step)
+        """The step that ran last; between a backward and `optimizer.step()`, the one under way.
+
+        After a step of `fxpasses.optimizer` this waits for the device.
+        """
+        root = self.root
+        if root._skips is not None:
+            root._step.skipped, root._skips = bool(root._skips), None
+        return dataclasses.replace(root._step)
 
     @property
     def plan(self) -> tuple[PlannedCollective, ...]:
@@ -236,7 +246,7 @@ class Runtime:
     def record_backward(self, plan: tuple[PlannedCollective, ...]) -> None:
         root = self.root
         if root._step_ended:
-            root._step, root._step_ended = StepRecord(), False
+            root._step, root._skips, root._step_ended = StepRecord(), None, False
             if root._scaler is not None:
                 root._scaler.begin_step()
         root._step.backwards += 1
@@ -253,6 +263,14 @@ class Runtime:
         if root._scaler is not None:
             root._step.skipped = root._scaler.skips()
         return root._step.skipped
+
+    def end_step_on_device(self) -> torch.Tensor | None:
+        """The same without waiting for the device: 1 if the step is skipped; None where none can be."""
+        root = self.root
+        root._step_ended = True
+        if root._scaler is not None:
+            root._skips = root._scaler.decide()
+        return root._skips
 
     def absorb(self, other: Runtime) -> None:
         """Take over what another runtime holds."""
@@ -357,7 +375,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 "option 'loss_scale': an optimizer with a closure computes gradients inside its step, when "
                 "overflow has been decided already; use loss_scale='none' with it"
             )
-        if owner.end_step():
+        if not getattr(optimizer, DECIDES_ON_DEVICE, False) and owner.end_step():
             for parameter in parameters:
                 if _OWNER.get(parameter) is owner:
                     parameter.grad = None
