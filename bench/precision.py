@@ -1,10 +1,12 @@
-"""Low precision by graph passes beside autocast + Inductor: step time, memory, loss; over the zoo, loss and gradients.
+"""Low precision by graph passes beside autocast: step time, memory, loss; over the zoo, loss and gradients.
 
-    python -m bench.precision [--rounds 12] [--steps 100]     step time of a GPT and a CNN, bf16
-    python -m bench.precision --zoo [--steps 100]             all architectures of tests/zoo, without Inductor
+    python -m bench.precision [--rounds 12]                       step time of a GPT and a CNN, bf16, Inductor
+    python -m bench.precision --zoo [--steps 100] [--seeds 4]     all architectures of tests/zoo, no Inductor
 
-On a GPU the first says whether throughput is at least, peak memory at most, that of autocast. On a CPU it runs for form:
-most of them have no fast bf16 products.
+On a GPU the first says whether throughput is at least, peak memory at most, that of autocast. On a CPU it runs for
+form: most of them have no fast bf16 products. The second trains on as many streams of batches as there are seeds: two
+runs that round differently drift apart, so that one stream's loss says little; `noise` is how far apart two runs of
+autocast are on average when one of them starts from weights that differ by one part in 10^6.
 """
 
 from __future__ import annotations
@@ -150,29 +152,39 @@ HEADER = (
 )
 
 
-def over_the_zoo(steps: int) -> None:
+def over_the_zoo(steps: int, seeds: int) -> None:
     """Loss after as many steps beside autocast's; distance of the first gradients from fp64's, too."""
     from tests.zoo import ZOO
     from tests.zoo.training import train
 
-    print(
-        f"{'model':10} {'hardened':>9} {'autocast':>9} {'apart':>7} {'gradients':>9} {'autocast':>9}   goals"
-    )
+    ways: list[Callable[[nn.Module], Forward]] = [
+        lambda model: as_fp32(hardened(model, "hardened_aot_eager")),
+        lambda model: as_fp32(autocast(model, "cpu")),
+        lambda model: as_fp32(autocast(nudged(model), "cpu")),
+    ]
+    columns = f"{'hardened':>9} {'autocast':>9} {'apart':>7} {'noise':>7} {'gradients':>9} {'autocast':>9}"
+    print(f"{'model':10} {columns}   goals")
     for name, entry in ZOO.items():
-        ways = {
-            "hardened": lambda model: as_fp32(hardened(model, "hardened_aot_eager")),
-            "autocast": lambda model: as_fp32(autocast(model, "cpu")),
-        }
-        losses, distances = [], []
-        for wrap in ways.values():
+        losses = []
+        for wrap in ways:
             torch._dynamo.reset()
-            losses.append(train(entry, wrap, steps).losses[-LAST:].mean().item())
-            distances.append(gradient_distance(entry, wrap))
-        apart = abs(losses[0] - losses[1]) / abs(losses[1])
+            runs = [train(entry, wrap, steps, first_seed=steps * seed) for seed in range(seeds)]
+            losses.append(torch.stack([run.losses[-LAST:].mean() for run in runs]))
+        ours, theirs, again = (x.mean().item() for x in losses)
+        apart = abs(ours - theirs) / abs(theirs)
+        noise = abs(again - theirs) / abs(theirs)
+        distances = [gradient_distance(entry, wrap) for wrap in ways[:2]]
         good = distances[0] <= GRADIENT_FACTOR * distances[1]
         goals = f"loss {_verdict(apart <= LOSS_GOAL)}, gradients {_verdict(good)}"
-        figures = f"{losses[0]:9.4f} {losses[1]:9.4f} {apart:7.2%} {distances[0]:9.1e} {distances[1]:9.1e}"
-        print(f"{name:10} {figures}   {goals}", flush=True)
+        figures = f"{ours:9.4f} {theirs:9.4f} {apart:7.2%} {noise:7.2%}"
+        print(f"{name:10} {figures} {distances[0]:9.1e} {distances[1]:9.1e}   {goals}", flush=True)
+
+
+@torch.no_grad()
+def nudged(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.mul_(1 + 1e-6)
+    return model
 
 
 def gradient_distance(entry: object, wrap: Callable[[nn.Module], Forward]) -> float:
@@ -212,10 +224,11 @@ def main() -> None:
     parser.add_argument("--zoo", action="store_true")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=100, help="of each architecture of the zoo")
+    parser.add_argument("--seeds", type=int, default=4, help="streams of batches of each")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.zoo:
-        over_the_zoo(args.steps)
+        over_the_zoo(args.steps, args.seeds)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{device}, {LOW}; ms a step" + (": for form, no claim" if device == "cpu" else ""))
