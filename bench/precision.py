@@ -6,7 +6,7 @@
 On a GPU the first says whether throughput is at least, peak memory at most, that of autocast. On a CPU it runs
 for form: most of them have no fast bf16 products. The second trains on as many streams of batches as there are
 seeds: two runs that round differently drift apart, so that one stream's loss says little; `noise` is how far
-apart two runs of autocast are on average when one of them starts from weights that differ by 1e-6 of themselves.
+apart two runs of autocast are on average when one starts from weights that differ by 1e-6 of themselves.
 """
 
 from __future__ import annotations
