@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from fxpasses.config import LossScale
+from fxpasses.clipping import Clipping
+from fxpasses.config import LossScale, Watching
 from fxpasses.coverage import Reduced, reduced
 from fxpasses.distributed import first_use
 from fxpasses.distributed.agreement import halves
@@ -29,6 +30,7 @@ class Binding:
         region: identity of the code, over this module.
         records: of the parameters whose gradients the backward reduces over several ranks.
         scaler: the loss scale, if the options ask for one.
+        clipping: of the gradients' norm, likewise.
         plan: what a synchronising backward sends.
         digest: two integers that stand for it.
     """
@@ -39,6 +41,7 @@ class Binding:
     region: tuple[int, ...]
     records: Mapping[str, Reduced]
     scaler: Scaler | None
+    clipping: Clipping | None
     plan: Plan
     digest: tuple[int, int]
 
@@ -92,6 +95,7 @@ def bind(
         region=region,
         records={name: reduced(p, unit.group) for name, p in parameters.items() if name in names},
         scaler=_scaler(unit, owner),
+        clipping=_clipping(unit, owner),
         plan=plan,
         digest=halves(plan.digest()),
     )
@@ -108,6 +112,12 @@ def _scaler(unit: Unit, owner: Runtime | None) -> Scaler | None:
     """
     option = LossScale.parse(unit.hardening.loss_scale)
     return make_scaler(option) if owner is None else owner.use_scaler(option)
+
+
+def _clipping(unit: Unit, owner: Runtime | None) -> Clipping | None:
+    if owner is None or unit.clip_norm is None:
+        return None
+    return owner.use_clipping(unit.clip_norm, Watching.parse(unit.hardening.watch))
 
 
 def _reach(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -23,6 +23,8 @@ from fxpasses.distributed.group import is_initialized, process_group
 from fxpasses.distributed.waiting import waiting
 from fxpasses.graph import (
     BUFFER_STATE,
+    LIMIT_STATE,
+    NORM_STATE,
     OVERFLOW_STATE,
     PENDING_STATE,
     SCALE_STATE,
@@ -164,7 +166,8 @@ class Calls:
         if call.binding.runtime is not None:
             if way.variant.union is not None:
                 call.binding.runtime.record_plan(call.binding.region, backward.collectives)
-            call.binding.runtime.record_backward(backward.collectives)
+            norm = _found(NORM_STATE, backward, states)
+            call.binding.runtime.record_backward(backward.collectives, norm)
         if way.variant.mode == LOCAL:
             self.local_gradients(call, outputs)
             return outputs
@@ -201,9 +204,9 @@ class Calls:
         """The same over all ranks: by what `Participation` agreed on; without it everything may have, since a
         rank can't know of the others.
         """
-        for spec, total in zip(backward.states, states, strict=True):
-            if spec.kind == PARTICIPATION:
-                return dict(zip(flags, map(bool, total.tolist()), strict=True))
+        total = _found(PARTICIPATION, backward, states)
+        if total is not None:
+            return dict(zip(flags, map(bool, total.tolist()), strict=True))
         several = self.unit.group.size > 1 and bool(backward.collectives)
         return dict.fromkeys(flags, True) if several else flags
 
@@ -308,6 +311,12 @@ def _truth(value: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(value, device=device)
 
 
+def _found(kind: str, backward: Backward, states: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The state of a kind of which there is one at most."""
+    pairs = zip(backward.states, states, strict=True)
+    return next((state for spec, state in pairs if spec.kind == kind), None)
+
+
 def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> torch.Tensor:
     if spec.kind == PARTICIPATION:
         return torch.tensor([float(flag) for flag in flags.values()], device=spec.device)
@@ -320,6 +329,11 @@ def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> tor
         if pending is None:
             return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         return pending.contiguous()
+    if spec.kind == NORM_STATE:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+    if spec.kind == LIMIT_STATE:
+        assert call.binding.clipping is not None, "the graph clips"
+        return call.binding.clipping.limit_tensor(spec.device)
     if spec.kind in (SCALE_STATE, OVERFLOW_STATE):
         scaler = call.binding.scaler
         assert scaler is not None, "the graph has a loss scale"

@@ -65,12 +65,7 @@ class LossScale:
         if value == "dynamic" or isinstance(value, LossScale):
             return cls() if value == "dynamic" else value
         if isinstance(value, Mapping):
-            known = {field.name for field in dataclasses.fields(cls)}
-            for key in value:
-                if key not in known:
-                    raise ValueError(
-                        f"option 'loss_scale': unknown key {key!r}{nearest(key, known)}"
-                    )
+            _check_keys(cls, value, "option 'loss_scale': unknown key")
             return cls(**value)
         if isinstance(value, str):
             raise ValueError(
@@ -78,6 +73,46 @@ class LossScale:
             )
         _check_positive_number("loss_scale", value)
         return float(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watching:
+    """How gradient norms are judged: by windows of steps, each norm in one.
+
+    Attributes:
+        window: steps to a window.
+        ratio: a window is unsteady if the standard deviation of its norms is more than this times their mean.
+        times: after as many unsteady windows in a row the limit of the norm is lowered.
+        decay: multiply the limit by it then.
+    """
+
+    window: int = 50
+    ratio: float = 0.45
+    times: int = 3
+    decay: float = 0.92
+
+    def __post_init__(self) -> None:
+        _check_count("watch.window", self.window)
+        _check_count("watch.times", self.times)
+        _check_positive_number("watch.ratio", self.ratio)
+        _check_positive_number("watch.decay", self.decay)
+        if self.window < 2 or self.decay > 1:
+            raise ValueError(
+                f"option 'watch': got window={self.window}, decay={self.decay}; expected 2 or more steps, and "
+                "at most 1"
+            )
+
+    @classmethod
+    def parse(cls, value: Any) -> Watching | None:
+        """None → None; a mapping of fields → a `Watching`."""
+        if value is None or isinstance(value, Watching):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"option 'watch': got {value!r}; expected a mapping, {{}} for the defaults"
+            )
+        _check_keys(cls, value, "option 'watch': unknown key")
+        return cls(**value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +130,9 @@ class Hardening:
         precision_rules: mapping that overrides the table of operators: `{"aten.exp": "infer", "head.*":
             "deny"}`, by operator or by a pattern for qualified module names.
         loss_scale: `"none"`, `"dynamic"`, a number, or a mapping of the fields of `LossScale` (dynamic).
+        clip_norm: the limit of the global 2-norm of a model's gradients, which are scaled down to it; `None`
+            leaves them alone.
+        watch: mapping of the fields of `Watching`; `None` does not watch the norm.
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
@@ -109,6 +147,8 @@ class Hardening:
     precision: str = "fp32"
     precision_rules: Mapping[str, str] | str = ""
     loss_scale: Any = "none"
+    clip_norm: float | None = None
+    watch: Any = None
     accumulate: int = 1
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
@@ -122,6 +162,9 @@ class Hardening:
         _check_count("accumulate", self.accumulate)
         _check_choice("precision", self.precision, PRECISIONS)
         LossScale.parse(self.loss_scale)
+        if self.clip_norm is not None:
+            _check_positive_number("clip_norm", self.clip_norm)
+        Watching.parse(self.watch)
         object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
@@ -145,7 +188,7 @@ class Hardening:
             ValueError: for an unknown key, a value out of range, or a profile that can't be read.
         """
         options = dict(options or {})
-        _check_keys(options, "option")
+        _check_keys(cls, options, "unknown option")
         profile = options.get("profile")
         if profile is None:
             return cls(**options)
@@ -164,11 +207,11 @@ def nearest(word: str, known: Any) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
-def _check_keys(settings: Mapping[str, Any], what: str) -> None:
-    known = {field.name for field in dataclasses.fields(Hardening)}
+def _check_keys(cls: type[Any], settings: Mapping[str, Any], what: str) -> None:
+    known = {field.name for field in dataclasses.fields(cls)}
     for key in settings:
         if key not in known:
-            raise ValueError(f"unknown {what} {key!r}{nearest(str(key), known)}")
+            raise ValueError(f"{what} {key!r}{nearest(str(key), known)}")
 
 
 def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -220,7 +263,7 @@ def _read_profile(path: Any) -> dict[str, Any]:
         raise ValueError(f"option 'profile': can't read {path!r}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"option 'profile': {path!r} is not TOML: {error}") from error
-    _check_keys(settings, f"key in profile {path!r}:")
+    _check_keys(Hardening, settings, f"unknown key in profile {path!r}:")
     if "profile" in settings:
         raise ValueError(f"option 'profile': {path!r} names another profile; that is not supported")
     return settings

@@ -77,7 +77,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         contributions = record.contributions if record else 0
         if not _explained(gradient, contributions, seen.get(index)):
             raise RuntimeError(
-                f"the gradient of {_place(optimizer, parameter)} was not reduced over the ranks: no compiled "
+                f"the gradient of {place_of(optimizer, parameter)} was not reduced over the ranks: no compiled "
                 "region computed it. Dynamo runs the code that uses it eagerly; "
                 "TORCH_LOGS=graph_breaks says why. Make that code compile, or give this parameter an "
                 "optimizer of its own and reduce its gradient there"
@@ -97,7 +97,7 @@ def _check_alike(
         index = None if is_fake(group) else differing(group, gradients, what)
         if index is not None:
             raise RuntimeError(
-                f"the gradient of {_place(optimizer, parameters[index])} differs over the ranks: a compiled "
+                f"the gradient of {place_of(optimizer, parameters[index])} differs over the ranks: a compiled "
                 "region reduced its part of it, and something else added to it, on each rank its own. Dynamo "
                 "may run other code that uses this parameter eagerly (TORCH_LOGS=graph_breaks), or the "
                 "program uses it outside of what is compiled; compile that as well"
@@ -108,7 +108,7 @@ def _check_nothing_pending(optimizer: torch.optim.Optimizer) -> None:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if is_pending(parameter) and parameter.grad.any():
             raise RuntimeError(
-                f"the gradient of {_place(optimizer, parameter)} was accumulated on this rank alone (option "
+                f"the gradient of {place_of(optimizer, parameter)} was accumulated on this rank alone (option "
                 "'accumulate', or no_sync) and no backward has reduced it since; run the last micro-batch of a "
                 "step under fxpasses.runtime(model).sync(), on all ranks, with all parameters that its "
                 "micro-batches used"
@@ -124,7 +124,8 @@ def _explained(gradient: torch.Tensor, contributions: int, before: _Seen | None)
     return contributions > counted or untouched or not gradient.any()
 
 
-def _place(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> str:
+def place_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> str:
+    """Where an optimizer holds a parameter, in words."""
     groups: Iterable[list[torch.Tensor]] = (group["params"] for group in optimizer.param_groups)
     for g, group in enumerate(groups):
         for i, candidate in enumerate(group):

@@ -27,8 +27,10 @@ INPUT_KINDS = ("parameter", "buffer", "input", "saved", "tangent", "state")
 # Kinds of state that the program holds, not we: a module's buffer; what waits in a parameter's `.grad`; whether
 # anything waits there.
 BUFFER_STATE, PENDING_STATE, WAITS_STATE = "buffer", "pending", "waits"
-# Kinds of state that belong to the model as a whole: its loss scale; whether a gradient was not finite.
+# Kinds of state that belong to the model as a whole: its loss scale; whether a gradient was not finite; the
+# norm of its gradients; the limit of that norm.
 SCALE_STATE, OVERFLOW_STATE = "loss_scale", "overflow"
+NORM_STATE, LIMIT_STATE = "gradient_norm", "norm_limit"
 OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
 
 

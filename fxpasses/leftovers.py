@@ -60,6 +60,12 @@ def _reduce(unit: Unit, binding: Binding) -> None:
             f"gradients behind its backward ({binding.plan.works_on_gradients}): move that out of the compiled "
             "function, or use the same parameters in each micro-batch"
         )
+    if binding.clipping is not None:
+        raise PlanMismatch(
+            f"option 'clip_norm': {union.parameters[0]} was left by an earlier micro-batch and is not in the "
+            "norm by which the backward of the last one was clipped; use the same parameters in each "
+            "micro-batch, or leave the option out and call torch.nn.utils.clip_grad_norm_"
+        )
     parameters = {form.name: binding.reachable(form.name) for form in union.parameters}
     specs = tuple(pending_of(name, p) for name, p in parameters.items() if p is not None)
     assert len(specs) == len(parameters), "what is left was reachable when the ranks agreed"

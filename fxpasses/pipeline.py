@@ -109,17 +109,31 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
             f"option 'passes': {text!r} reduces no gradient, but there are {world} ranks; add "
             "'participation,running_stats,bucketing,gradient_sync'"
         )
+    clips = any("clipped" in p.provides for p in pipeline.passes)
+    for option in ("clip_norm", "watch"):
+        if getattr(hardening, option) is not None and not clips:
+            raise ValueError(
+                f"option {option!r}: nothing measures the norm of the gradients; "
+                + (
+                    f"put 'clip_norm' behind {text!r}"
+                    if hardening.passes
+                    else "set option 'clip_norm'"
+                )
+            )
     return pipeline
 
 
 def _default(hardening: Hardening, world: int) -> str:
     precision = ("cast",) if hardening.precision != "fp32" else ()
-    scaled = bool(hardening.loss_scale_in_graph)
+    scaled, clipped = bool(hardening.loss_scale_in_graph), hardening.clip_norm is not None
     lines = (
         *precision,  # first, so that all others see the graph that will run
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
         *(_SYNCHRONISE if world > 1 else ()),
-        *(("overflow",) if scaled else ()),  # on reduced gradients: all ranks notice the same
+        *(
+            ("clip_norm",) if clipped else ()
+        ),  # on reduced gradients: the norm is the same on all ranks
+        *(("overflow",) if scaled else ()),  # last: on what the optimizer will see
     )
     return ",".join(lines)
 

@@ -18,11 +18,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxpasses.config import LossScale, nearest
+from fxpasses.clipping import Clipping
+from fxpasses.config import LossScale, Watching, nearest
 from fxpasses.coverage import check_optimizer
 from fxpasses.distributed.plans import PlannedCollective
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.state import STORE
+from fxpasses.watch import Watch
 
 STATE_DICT_VERSION = 1
 DECIDES_ON_DEVICE = (
@@ -39,12 +41,14 @@ class StepRecord:
         collectives: collectives that they issued.
         bytes: payload bytes of these on this rank.
         skipped: whether the optimizer's step was skipped (loss scaling).
+        gradient_norm: of all gradients, before they were clipped (option `clip_norm`); float32, no dimensions.
     """
 
     backwards: int = 0
     collectives: int = 0
     bytes: int = 0
     skipped: bool = False
+    gradient_norm: torch.Tensor | None = None
 
     def add(self, other: StepRecord) -> None:
         """Count in what happened elsewhere in the same step."""
@@ -52,6 +56,9 @@ class StepRecord:
         self.collectives += other.collectives
         self.bytes += other.bytes
         self.skipped |= other.skipped
+        self.gradient_norm = (
+            self.gradient_norm if other.gradient_norm is None else other.gradient_norm
+        )
 
 
 class Runtime:
@@ -73,6 +80,8 @@ class Runtime:
         self._micro_batch = 0  # of this step, from 1
         self._scaler: Scaler | None = None
         self._loaded_scale: Mapping[str, Any] | None = None  # before there is a scaler
+        self._clipping: Clipping | None = None
+        self._loaded_watch: Mapping[str, Any] | None = None  # before there is one
         self._asked: list[bool] = []  # by `no_sync` (False) and `sync` (True), the innermost last
 
     @property
@@ -110,6 +119,8 @@ class Runtime:
         found: dict[str, Any] = {"version": STATE_DICT_VERSION, "state": state}
         if self.scaler is not None:
             found["loss_scale"] = self.scaler.state_dict()
+        if self.clipping is not None and self.watch is not None:
+            found["watch"] = self.clipping.state_dict()
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -132,6 +143,8 @@ class Runtime:
             )
         if "loss_scale" in state_dict:
             self.load_scale(state_dict["loss_scale"])
+        if "watch" in state_dict:
+            self._load_watch(state_dict["watch"])
         for key, tensor in state_dict["state"].items():
             kind, _, name = key.partition("/")
             STORE.put(parameters[name], kind, tensor)
@@ -165,6 +178,39 @@ class Runtime:
         self.root._loaded_scale = state
         if self.root._scaler is not None:
             self.root._scaler.load_state_dict(state)
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """The limit of the gradients' norm; None before the first training forward, or without one."""
+        return self.root._clipping
+
+    @property
+    def watch(self) -> Watch | None:
+        """What is known of gradient norms; None before the first training forward, or without the option."""
+        return None if self.clipping is None else self.clipping.watch
+
+    def use_clipping(self, limit: float, settings: Watching | None) -> Clipping:
+        """The clipping that options ask for: the one that is there, or a new one.
+
+        Raises:
+            ValueError: when parts of one model ask for different ones.
+        """
+        root, wanted = self.root, Clipping(limit, settings)
+        if root._clipping is None:
+            root._clipping = wanted
+            if root._loaded_watch is not None:
+                wanted.load_state_dict(root._loaded_watch)
+        elif not root._clipping.is_like(wanted):
+            raise ValueError(
+                f"options 'clip_norm' and 'watch': got {wanted}, but another part of this model was compiled "
+                f"with {root._clipping}"
+            )
+        return root._clipping
+
+    def _load_watch(self, state: Mapping[str, Any]) -> None:
+        self.root._loaded_watch = state
+        if self.clipping is not None:
+            self.clipping.load_state_dict(state)
 
     def _by_name(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -243,13 +289,16 @@ class Runtime:
         """What the backward of a region sends; it replaces what an earlier compilation of it said."""
         self.root._plan[region] = plan
 
-    def record_backward(self, plan: tuple[PlannedCollective, ...]) -> None:
+    def record_backward(
+        self, plan: tuple[PlannedCollective, ...], norm: torch.Tensor | None = None
+    ) -> None:
+        """Count a backward in the step under way, and note the norm of its gradients."""
         root = self.root
         if root._step_ended:
             root._step, root._skips, root._step_ended = StepRecord(), None, False
             if root._scaler is not None:
                 root._scaler.begin_step()
-        root._step.backwards += 1
+        root._step.add(StepRecord(backwards=1, gradient_norm=norm))
         root.record_collectives(plan)
 
     def record_collectives(self, plan: tuple[PlannedCollective, ...]) -> None:
@@ -262,6 +311,7 @@ class Runtime:
         root._step_ended = True
         if root._scaler is not None:
             root._step.skipped = root._scaler.skips()
+        root._end_clipping()
         return root._step.skipped
 
     def end_step_on_device(self) -> torch.Tensor | None:
@@ -270,7 +320,18 @@ class Runtime:
         root._step_ended = True
         if root._scaler is not None:
             root._skips = root._scaler.decide()
+        root._end_clipping()
         return root._skips
+
+    def _end_clipping(self) -> None:
+        if self._clipping is not None and self._step.gradient_norm is not None:
+            self._clipping.end_step(self._step.gradient_norm, self._scaler)
+
+    def check_clipping(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an optimizer is about to step on gradients that are not part of the norm."""
+        root = self.root
+        if root._clipping is not None:
+            root._clipping.check_optimizer(optimizer, root._step.gradient_norm)
 
     def absorb(self, other: Runtime) -> None:
         """Take over what another runtime holds."""
@@ -285,6 +346,8 @@ class Runtime:
         self._micro_batch = max(self._micro_batch, other._micro_batch)
         self._scaler = self._scaler or other._scaler
         self._loaded_scale = self._loaded_scale or other._loaded_scale
+        self._clipping = self._clipping or other._clipping
+        self._loaded_watch = self._loaded_watch or other._loaded_watch
         other._merged_into = self
 
 
@@ -375,6 +438,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 "option 'loss_scale': an optimizer with a closure computes gradients inside its step, when "
                 "overflow has been decided already; use loss_scale='none' with it"
             )
+        owner.check_clipping(optimizer)
         if not getattr(optimizer, DECIDES_ON_DEVICE, False) and owner.end_step():
             for parameter in parameters:
                 if _OWNER.get(parameter) is owner:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from fxpasses import accumulation, leftovers
 from fxpasses.binding import Binding
+from fxpasses.clipping import Clipping
 from fxpasses.distributed.agreement import agree
 from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Union
@@ -59,15 +60,28 @@ def choose(
     if unit.group.size > 1 and owner is not None and not is_fake(unit.group):
         with waiting(unit.group, f"the agreement before the backward of {unit.scope.code}"):
             union = agree(unit.group, binding.digest, binding.whole_plan)
+    own = {name: parameters[name] for name in unit.facts.gradients}
+    absent = {} if union is None else _absent(unit, binding, union)
+    others = {name: _found(binding, name) for name in absent}
+    if binding.clipping is not None:
+        _begin_clipping(unit, binding.clipping, [*own.values(), *others.values()], backward)
     # A whole step adds to what `.grad` holds; a backward returns the total.
-    take = accumulation.claim if unit.is_whole_step else accumulation.take
-    pending = _taken({name: parameters[name] for name in unit.facts.gradients}, take)
+    pending = _taken(own, accumulation.claim if unit.is_whole_step else accumulation.take)
     mode = TOTAL if pending else SYNCHRONISE
     if union is None:
         return Way(Variant(mode), pending)
-    absent = _absent(unit, binding, union)
-    pending |= _taken({name: _found(binding, name) for name in absent}, accumulation.take)
+    pending |= _taken(others, accumulation.take)
     return Way(Variant(mode, union, tuple(absent.values()), _buffers(binding, union)), pending)
+
+
+def _begin_clipping(
+    unit: Unit, clipping: Clipping, parameters: Sequence[torch.Tensor], backward: int
+) -> None:
+    """The norm is that of all that `.grad` will hold, so what it holds already (zeros, often) is part of it."""
+    clipping.begin(parameters, backward, unit.scope.code)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            accumulation.begin(parameter, unit.hardening.reduce, unit.group.size)
 
 
 def _taken(

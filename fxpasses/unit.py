@@ -32,6 +32,7 @@ from fxpasses.graph import (
     tangents_reaching,
 )
 from fxpasses.observers import CheckRules, Dump
+from fxpasses.passes.clip_norm import ClipNorm
 from fxpasses.passes.participation import flagged_outputs
 from fxpasses.pipeline import Observer, Pipeline
 from fxpasses.rewrite import Provenance, model_line
@@ -146,6 +147,12 @@ class Unit:
     def synchronises(self) -> bool:
         """Whether a backward that synchronises differs from one that does not."""
         return not all(p.local for p in self.pipeline.stage("backward"))
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Where the limit of the gradients' norm starts; None where they are not clipped."""
+        found = (p for p in self.pipeline.passes if isinstance(p, ClipNorm))
+        return next((p.max_norm for p in found), None)
 
     @property
     def _accumulates(self) -> bool:
