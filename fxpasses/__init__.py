@@ -18,6 +18,7 @@ _HOME = {
     "LossScaleError": "fxpasses.scaler",
     "Role": "fxpasses.graph",
     "TrainingGraph": "fxpasses.graph",
+    "explain_nonfinite": "fxpasses.nonfinite",
     "join": "fxpasses.distributed.join",
     "optimizer": "fxpasses.atomic_update",
     "register_pass": "fxpasses.registry",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fxpasses.grad_scaler import GradScaler as GradScaler
     from fxpasses.graph import Role as Role
     from fxpasses.graph import TrainingGraph as TrainingGraph
+    from fxpasses.nonfinite import explain_nonfinite as explain_nonfinite
     from fxpasses.passes.base import Pass as Pass
     from fxpasses.passes.base import Report as Report
     from fxpasses.registry import register_pass as register_pass

@@ -87,6 +87,7 @@ def bind(
     region = (unit.region, *map(id, list(everything.values())[:1]))
     if owner is not None:
         owner.record_plan(region, plan.collectives)
+        owner.note_options(unit.hardening)
     names = {name for c in plan.collectives for name in c.parameters if unit.group.size > 1}
     return Binding(
         references=[weakref.ref(t) for t in inputs.values()],

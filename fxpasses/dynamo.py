@@ -223,8 +223,12 @@ def _text(source: Any) -> str:
 
 
 def _path(source: Any) -> tuple[str, ...]:
+    return path_in(_text(source))
+
+
+def path_in(text: str) -> tuple[str, ...]:
     """`L['self']._modules['a']._parameters['weight']` → `("self", "a", "weight")`."""
-    text = re.sub(r"\.__closure__\[\d+\]\.cell_contents|\.__self__", "", _text(source))
+    text = re.sub(r"\.__closure__\[\d+\]\.cell_contents|\.__self__", "", text)
     groups = re.findall(r"\[['\"]([^'\"]+)['\"]\]|\[(\d+)\]|\.(\w+)", text)
     parts = [next(filter(None, group)) for group in groups]
     return tuple(p for p in parts if p not in ("_modules", "_parameters", "_buffers", "_orig_mod"))

@@ -94,10 +94,7 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
             gradients unreduced although there are several ranks.
     """
     text = _default(hardening, world) if hardening.passes is None else hardening.passes
-    options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
-    options["loss_scale_in_graph"] = hardening.loss_scale_in_graph
-    environment: dict[str, Any] = {**options, "group": group, "world": world, "rank": rank}
-    pipeline = Pipeline(parse_pipeline(text)).bind(**environment)
+    pipeline = _bound(text, hardening, group=group, world=world, rank=rank)
     needs_group = next((p.name for p in pipeline.passes if p.communicates), None)
     if group is None and needs_group is not None:
         raise ValueError(
@@ -121,6 +118,21 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
                 )
             )
     return pipeline
+
+
+def on_one_rank(hardening: Hardening) -> Pipeline:
+    """Of the passes that the options ask for those that know of no other rank: they work on the joint graph, or
+    run in local backwards too.
+    """
+    text = _default(hardening, 1) if hardening.passes is None else hardening.passes
+    passes = _bound(text, hardening).passes
+    return Pipeline(tuple(p for p in passes if p.stage == "joint" or p.local))
+
+
+def _bound(text: str, hardening: Hardening, **group: Any) -> Pipeline:
+    options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
+    options["loss_scale_in_graph"] = hardening.loss_scale_in_graph
+    return Pipeline(parse_pipeline(text)).bind(**options, **group)
 
 
 def _default(hardening: Hardening, world: int) -> str:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpasses.clipping import Clipping
-from fxpasses.config import LossScale, Watching, nearest
+from fxpasses.config import Hardening, LossScale, Watching, nearest
 from fxpasses.coverage import check_optimizer
 from fxpasses.distributed.plans import PlannedCollective
 from fxpasses.scaler import Scaler, make_scaler
@@ -80,6 +80,7 @@ class Runtime:
         self._micro_batch = 0  # of this step, from 1
         self._scaler: Scaler | None = None
         self._loaded_scale: Mapping[str, Any] | None = None  # before there is a scaler
+        self._hardening: Hardening | None = None
         self._clipping: Clipping | None = None
         self._loaded_watch: Mapping[str, Any] | None = None  # before there is one
         self._asked: list[bool] = []  # by `no_sync` (False) and `sync` (True), the innermost last
@@ -178,6 +179,15 @@ class Runtime:
         self.root._loaded_scale = state
         if self.root._scaler is not None:
             self.root._scaler.load_state_dict(state)
+
+    @property
+    def hardening(self) -> Hardening | None:
+        """The options; None before the first training forward."""
+        return self.root._hardening
+
+    def note_options(self, hardening: Hardening) -> None:
+        """Say what a part of the model was compiled with."""
+        self.root._hardening = hardening
 
     @property
     def clipping(self) -> Clipping | None:
@@ -346,6 +356,7 @@ class Runtime:
         self._micro_batch = max(self._micro_batch, other._micro_batch)
         self._scaler = self._scaler or other._scaler
         self._loaded_scale = self._loaded_scale or other._loaded_scale
+        self._hardening = self._hardening or other._hardening
         self._clipping = self._clipping or other._clipping
         self._loaded_watch = self._loaded_watch or other._loaded_watch
         other._merged_into = self
