@@ -111,7 +111,7 @@ def fields_from(*keys: str) -> type[Pass]:
     [
         ("reduces", "'reduces'; did you mean 'reduce'?"),
         ("layouts", "'layouts'; did you mean 'layout'?"),
-        ("zzz", "'zzz'; known: accumulate, bucket_mb, dump, group, layout, "),
+        ("zzz", "'zzz'; known: accumulate, bucket_mb, clip_norm, dump, group, layout, "),
     ],
 )
 def test_a_field_from_an_unknown_place_is_an_error(own_registry, key, said):
@@ -242,7 +242,7 @@ def test_options_left_out_stay_at_default(text):
     ("text", "said"),
     [
         ("buckting", "option 'passes': unknown pass 'buckting'; did you mean 'bucketing'?"),
-        ("zzz", "option 'passes': unknown pass 'zzz'; known: bucketing, cast, gradient_sync"),
+        ("zzz", "option 'passes': unknown pass 'zzz'; known: bucketing, cast, clip_norm, gradient_sync"),
         ("bucketing{mbs=1}", "pass 'bucketing' has no option 'mbs'; did you mean 'mb'?"),
         ("bucketing{mb}", "option 'passes': bucketing{mb}: expected option=value"),
         ("bucketing{mb=big}", "option 'passes': bucketing{mb=big}: expected float or NoneType"),
