@@ -24,7 +24,7 @@ def seen(norms: list[float], **settings) -> tuple[Watch, list[int]]:
     watch = Watch(Watching(**{"window": 2, **settings}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        lowered = [i for i, norm in enumerate(norms, 1) if watch.observe(norm, None, False)]
+        lowered = [i for i, norm in enumerate(norms, 1) if watch.observe(norm)]
     return watch, lowered
 
 
@@ -53,7 +53,7 @@ def test_a_spike_is_reported_with_its_step():
     with pytest.warns(
         UserWarning, match=r"step 6: the gradient norm is 60, more than 5 times .* mean of"
     ):
-        watch.observe(60.0, None, False)
+        watch.observe(60.0)
     assert list(watch.events) == [Event(6, "spike", 60.0)]
 
 
@@ -61,14 +61,14 @@ def test_nothing_is_a_spike_before_the_first_window_is_over():
     assert not seen([1.0, 100.0])[0].events
 
 
-def test_norms_that_are_not_finite_are_reported_unless_skipped_and_count_for_nothing():
+def test_norms_that_are_not_finite_count_for_nothing_and_are_reported_without_a_loss_scale():
     watch, _ = seen([1.0, 1.0])
-    watch.observe(math.inf, 1024.0, True)
+    watch.observe(math.inf, 1024.0)
     assert not watch.events
     with pytest.warns(UserWarning, match="step 4: the gradient norm is nan"):
-        watch.observe(math.nan, 1024.0, False)
+        watch.observe(math.nan)
     assert watch.step == 4 and watch.norms == Series(2, 1.0, [1.0, 1.0])
-    assert watch.loss_scales == Series(2, 1024.0, [1024.0, 1024.0])
+    assert watch.loss_scales == Series(1, 1024.0, [1024.0])
 
 
 def test_the_mean_is_plain_first_and_then_moves():
@@ -84,7 +84,7 @@ def test_state():
     again = Watch(Watching(window=2))
     again.load_state_dict(watch.state_dict())
     assert again.state_dict() == watch.state_dict()
-    assert again.observe(9.0, None, False)
+    assert again.observe(9.0)
 
 
 def test_peak_memory():

@@ -57,10 +57,19 @@ def reference(world: int, steps: int, micro: int = 1, limit: float = LIMIT, redu
     return [p.detach() for p in model.parameters()], norms
 
 
-def trained(rank: int, steps: int, micro: int = 1, backend: str = BACKEND, zero=True, **options):
+def trained(
+    rank: int,
+    steps: int,
+    micro: int = 1,
+    backend: str = BACKEND,
+    zero=True,
+    atomic=False,
+    **options,
+):
     model = mlp()
     compiled = compiled_of(model, backend, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = fxpasses.optimizer(optimizer) if atomic else optimizer
     norms = []
     for index, x in enumerate(batches(rank, steps * micro)):
         loss_of(compiled(x)).backward()
@@ -84,6 +93,10 @@ def same(found, wanted) -> bool:
 def test_one_rank(backend, limit):
     wanted = reference(1, 4, limit=limit)
     assert same(trained(0, 4, backend=backend, clip_norm=limit), wanted)
+
+
+def test_an_atomic_update():
+    assert same(trained(0, 4, atomic=True, watch={}), reference(1, 4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
