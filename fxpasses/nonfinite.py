@@ -94,7 +94,9 @@ def explain_nonfinite(
     kind = kind_of((loss, gradients))
     if not kind:
         return None
-    return search.found or Nonfinite(kind, _ELSEWHERE, "", "forward", "", "", "", ())
+    found = search.found or Nonfinite(kind, _ELSEWHERE, "", "forward", "", "", "", ())
+    own_line = found.model_line.startswith(__file__)  # of a module of torch, called from here
+    return dataclasses.replace(found, model_line="") if own_line else found
 
 
 def _settings(module: nn.Module, options: Mapping[str, Any] | None) -> tuple[Hardening, float]:

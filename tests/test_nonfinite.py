@@ -91,7 +91,7 @@ def test_overflow_in_fp16_only():
     assert explain_nonfinite(model, batch) is None
     found = explain_nonfinite(model, batch, options={"precision": "fp16"})
     assert found.operator in ("aten.mm", "aten.addmm") and found.kind == "inf"
-    assert found.module == "1.linear" and found.model_line
+    assert found.module == "1.linear" and HERE in found.model_line
     assert {read.dtype for read in found.inputs} == {"float16"}
     assert sorted(read.largest for read in found.inputs) == [100.0, 300.0]
 
@@ -229,6 +229,13 @@ def alone(rank: int) -> str:
 
 def test_it_does_not_communicate():
     assert run_ranks(alone, 2, timeout_s=60) == ["aten.log", ""]
+
+
+def test_a_module_of_torch_has_a_name_but_no_line():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data.fill_(3e38)
+    found = explain_nonfinite(model, torch.full((1, 2), 1e3))
+    assert (found.operator, found.module, found.model_line) == ("aten.addmm", "1", "")
 
 
 def test_other_things_are_refused():

@@ -44,6 +44,7 @@ class ClipNorm(Pass):
     stage: ClassVar[str] = "backward"
     provides: ClassVar[frozenset[str]] = frozenset({"clipped"})
     preserves_numerics: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = False  # the second norm is that of clipped gradients
 
     def __post_init__(self) -> None:
         if self.max_norm is not None and not 0 < self.max_norm < math.inf:
@@ -57,8 +58,17 @@ class ClipNorm(Pass):
             "1e-6)) and n elements in all; NaN where the norm is not finite in fp32"
         )
 
+    def tolerance(self, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Of one gradient, whatever the others are: it becomes smaller, or NaN."""
+        eps = torch.finfo(out.dtype).eps
+        bound = (1 + eps) * local.abs().amax(0).double()
+        return torch.where(out.isnan(), torch.inf, bound)
+
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return bool(_measured(graph))
+
     def run(self, graph: TrainingGraph) -> Report:
-        gradients = [g for g in graph.gradients() if g.node.meta["val"].numel()]
+        gradients = _measured(graph)
         if not gradients:
             return Report(changed=False)
         self._check(graph)
@@ -135,6 +145,11 @@ class _Part:
         return tuple(g.parameter for g in self.gradients)
 
 
+def _measured(graph: TrainingGraph) -> list[Gradient]:
+    values = [(gradient, gradient.node.meta["val"]) for gradient in graph.gradients()]
+    return [g for g, v in values if v.numel() and (v.is_floating_point() or v.is_complex())]
+
+
 def _parts(gradients: Sequence[Gradient]) -> list[_Part]:
     found: dict[fx.Node, _Part] = {}
     alone: list[_Part] = []
@@ -185,8 +200,10 @@ def _norm_and_factor(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     norms = [_norm(part).to(limit.device) for part in parts]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    return norm.float(), torch.where(norm.float().isfinite(), factor, math.nan)
+    factor = (limit / (norm + 1e-6)).clamp(0.0, 1.0)
+    single = norm.float()
+    # Not `nan` as a number, which a dumped graph would lack a name for.
+    return single, torch.where(single.isfinite(), factor, single - single)
 
 
 def _norm(part: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 import fxpasses
 from fxpasses.distributed.plans import PlanMismatch
@@ -107,6 +109,19 @@ def test_two_ranks(backend):
     assert ranks[0][1] == ranks[1][1]
 
 
+def test_a_bucket_is_written_once_behind_its_reduction(fake_world):
+    """The cast from the wire's dtype, the factor and the check for overflow are one loop."""
+    model = mlp()
+    compiled = compiled_of(
+        model, "hardened", reduce_dtype="bf16", loss_scale="dynamic", bucket_mb=25
+    )
+    loss = loss_of(compiled(batches(0, 1)[0]))
+    _, codes = run_and_get_code(loss.backward)
+    numel = sum(p.numel() for p in model.parameters())
+    allocated = re.findall(rf"empty_strided_cpu\(\({numel}, \), \(1, \), (\S+)\)", codes[-1])
+    assert sorted(allocated) == ["torch.bfloat16", "torch.float32"]
+
+
 def summed(rank: int):
     return trained(rank, 3, reduce="sum", zero=False)
 
@@ -158,9 +173,11 @@ def test_gradients_that_are_never_cleared_are_clipped_as_a_whole():
         theirs.step()
 
 
-def overflowing(rank: int, loss_scale) -> tuple[list[bool], list[bool], list[bool]]:
+def overflowing(
+    rank: int, loss_scale, backend: str = BACKEND
+) -> tuple[list[bool], list[bool], list[bool]]:
     model = mlp()
-    compiled = compiled_of(model, loss_scale=loss_scale)
+    compiled = compiled_of(model, backend, loss_scale=loss_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     finite, skipped, gradients = [], [], []
     for step, x in enumerate(batches(rank, 3)):
@@ -180,8 +197,9 @@ def test_an_overflow_is_seen_on_all_ranks_and_the_step_is_skipped():
     assert ranks == [(expected, [False, True, False], expected)] * WORLD
 
 
-def test_without_a_loss_scale_all_gradients_are_nan_then():
-    finite, skipped, gradients = overflowing(0, "none")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_loss_scale_all_gradients_are_nan_then(backend):
+    finite, skipped, gradients = overflowing(0, "none", backend)
     assert finite[:2] == gradients[:2] == [True, False] and not any(skipped)
 
 
