@@ -7,11 +7,11 @@ gradients of a step: the last of several micro-batches does, one of several grap
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpasses.config import Watching
 from fxpasses.coverage import place_of
@@ -39,7 +39,7 @@ class Clipping:
         self.watch = None if settings is None else Watch(settings)
         self._asked = (limit, settings)
         self._limits: dict[torch.device, torch.Tensor] = {}
-        self._clipped: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → True
+        self._clipped: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         self._backward: int | None = None
         self._step_ended = True
         self._compared = False
@@ -78,7 +78,7 @@ class Clipping:
                 "step: compile without graph breaks, and use option 'accumulate' or no_sync() for all "
                 f"backwards but the last; or {_INSTEAD}"
             )
-        self._clipped = WeakTensorKeyDictionary(dict.fromkeys(parameters, True))
+        self._clipped = {id(p): weakref.ref(p) for p in parameters}
         self._backward, self._step_ended = backward, False
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor | None) -> None:
@@ -92,8 +92,9 @@ class Clipping:
                 than the backward made them.
         """
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            gradient = parameter.grad
-            if parameter not in self._clipped and gradient is not None and gradient.any():
+            gradient, known = parameter.grad, self._clipped.get(id(parameter))
+            is_known = known is not None and known() is parameter
+            if gradient is not None and not is_known and gradient.any():
                 raise RuntimeError(
                     f"option 'clip_norm': the gradient of {place_of(optimizer, parameter)} is not part of the "
                     "norm by which the others were clipped: another graph made it, or code that was not "
@@ -131,13 +132,15 @@ class Clipping:
 
     def _holds_gradients(self) -> bool:
         """Whether clipped gradients still are where the next ones will be added to them."""
-        return any(p.grad is not None and p.grad.any() for p in self._clipped)
+        return any(gradient.any() for gradient in self._gradients())
+
+    def _gradients(self) -> list[torch.Tensor]:
+        parameters = [reference() for reference in self._clipped.values()]
+        return [p.grad for p in parameters if p is not None and p.grad is not None]
 
     def _compare(self, norm: float) -> None:
         """A parameter that is also used outside of the graph gets a gradient there, which nothing clipped."""
-        found = torch.nn.utils.get_total_norm(
-            [p.grad for p in self._clipped if p.grad is not None]
-        ).item()
+        found = torch.nn.utils.get_total_norm(self._gradients()).item()
         made = min(norm, self.limit)
         if math.isfinite(found) and found > made * _ROUNDING:
             raise RuntimeError(

@@ -379,3 +379,12 @@ def test_whole_steps(backend):
 
 def test_whole_steps_on_two_ranks():
     assert all(same(found, reference(WORLD, 4)) for found in run_ranks(whole, WORLD))
+
+
+def test_the_pass_may_be_asked_for_by_name():
+    model = mlp()
+    compiled = torch.compile(model, backend=BACKEND, options={"passes": "clip_norm{max_norm=0.5}"})
+    loss_of(compiled(batches(0, 1)[0])).backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert norm.item() == pytest.approx(LIMIT, rel=1e-5)
+    assert fxpasses.runtime(model).last_step.gradient_norm > LIMIT
