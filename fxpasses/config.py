@@ -95,6 +95,9 @@ class Hardening:
         precision_rules: mapping that overrides the table of operators: `{"aten.exp": "infer", "head.*":
             "deny"}`, by operator or by a pattern for qualified module names.
         loss_scale: `"none"`, `"dynamic"`, a number, or a mapping of the fields of `LossScale` (dynamic).
+        compression: of the gradients on the wire: `"none"`, a scheme (`"int8"`, `"topk"`, …), a mapping with
+            its parameters (`{"scheme": "topk", "ratio": 0.01}`), or a mapping of parameter-name patterns to
+            schemes. See `fxpasses.compression.Scheme`.
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
@@ -109,6 +112,7 @@ class Hardening:
     precision: str = "fp32"
     precision_rules: Mapping[str, str] | str = ""
     loss_scale: Any = "none"
+    compression: Any = "none"
     accumulate: int = 1
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
@@ -123,6 +127,7 @@ class Hardening:
         _check_choice("precision", self.precision, PRECISIONS)
         LossScale.parse(self.loss_scale)
         object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
+        object.__setattr__(self, "compression", _compression_text(self.compression))
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
         for name in ("dump", "profile"):
@@ -194,6 +199,12 @@ def _rules_text(rules: Any) -> str:
     if not isinstance(rules, Mapping):
         raise ValueError(f"option 'precision_rules': got {rules!r}; expected a mapping")
     return ";".join(f"{pattern}={kind}" for pattern, kind in rules.items())
+
+
+def _compression_text(value: Any) -> str:
+    from fxpasses.compression import compression_text
+
+    return compression_text(value)
 
 
 def _check_process_group(value: Any) -> None:

@@ -113,12 +113,13 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
 
 
 def _default(hardening: Hardening, world: int) -> str:
+    exchange = "compress" if hardening.compression else "gradient_sync"
     precision = ("cast",) if hardening.precision != "fp32" else ()
     scaled = bool(hardening.loss_scale_in_graph)
     lines = (
         *precision,  # first, so that all others see the graph that will run
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
-        *(_SYNCHRONISE if world > 1 else ()),
+        *((*_SYNCHRONISE, exchange) if world > 1 else ()),
         *(("overflow",) if scaled else ()),  # on reduced gradients: all ranks notice the same
     )
     return ",".join(lines)
@@ -128,8 +129,7 @@ _SYNCHRONISE = (
     "participation",  # looks at what each gradient depends on, so before buckets mix gradients
     "running_stats",  # its broadcast is small: in front of all payloads
     "bucketing",  # before whatever puts gradients on a wire
-    "gradient_sync",  # last of these: it fixes where collectives start and end
-)
+)  # and behind them what reduces gradients: it fixes where collectives start and end
 
 
 def _check_contracts(passes: Sequence[Pass]) -> None:
