@@ -1,4 +1,4 @@
-"""What a compressed bucket goes through, by scheme: encoded, sent in one leg or two, decoded on every rank alike.
+"""What a compressed bucket goes through, by scheme: encoded, sent in one leg or two, decoded everywhere alike.
 
 All functions are tensor code for `splice`. Payloads are flat uint8 tensors (see `custom_ops.layout`).
 """
@@ -48,7 +48,9 @@ class Exchange:
     def launch(self, payload: Tensor) -> Tensor:
         """The collective of the first leg."""
         if self.legs == 1:
-            return torch.ops._c10d_functional.all_gather_into_tensor(payload, self.world, self.group)
+            return torch.ops._c10d_functional.all_gather_into_tensor(
+                payload, self.world, self.group
+            )
         sizes = [payload.numel() // self.world] * self.world
         return torch.ops._c10d_functional.all_to_all_single(payload, sizes, sizes, self.group)
 
@@ -65,7 +67,7 @@ class Exchange:
         raise NotImplementedError
 
     def telling(self, mean: Tensor) -> Tensor:
-        """Elements of the mean that are not finite if any is: each rank's flag covers its bucket, every piece."""
+        """Elements of the mean that are not finite if any is: a rank's flag covers all of its bucket."""
         return mean[:1]
 
     def residual(self, new: Tensor, lost: Tensor | None) -> Tensor:
@@ -101,9 +103,16 @@ class Quantised(_InShards):
         return payload, None if residual is None else new
 
     def recode(self, pieces: Tensor, feedback: bool) -> tuple[Tensor, Tensor | None]:
-        nothing = pieces.new_zeros(self.layout.shard_numel, dtype=torch.float32) if feedback else None
+        nothing = (
+            pieces.new_zeros(self.layout.shard_numel, dtype=torch.float32) if feedback else None
+        )
         piece, lost = torch.ops.fxpasses.requantise(
-            pieces.view(self.world, -1), nothing, None, self.rank, self.second_bits, *self.layout.fields
+            pieces.view(self.world, -1),
+            nothing,
+            None,
+            self.rank,
+            self.second_bits,
+            *self.layout.fields,
         )
         return piece, lost if feedback else None
 

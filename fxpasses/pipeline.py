@@ -96,6 +96,7 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
     text = _default(hardening, world) if hardening.passes is None else hardening.passes
     options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
     options["loss_scale_in_graph"] = hardening.loss_scale_in_graph
+    options["compression"] = hardening.compression or None
     environment: dict[str, Any] = {**options, "group": group, "world": world, "rank": rank}
     pipeline = Pipeline(parse_pipeline(text)).bind(**environment)
     needs_group = next((p.name for p in pipeline.passes if p.communicates), None)

@@ -4,16 +4,17 @@
     two legs   bucket + residual ─▶ encode ─▶ all_to_all ─ … ─▶ wait ─▶ mean of this rank's shard, encoded
                                                       ─▶ all_gather ─ … ─▶ wait ─▶ decode ─▶ views
 
-Two legs from three ranks on, where the scheme can be cut into shards: each rank then receives 2 (W-1)/W payloads
-instead of W-1. Before: buckets of one scheme each. After: each gradient output passed one reducing exchange; what
-has no scheme is all-reduced as it is. A launch stands right behind its bucket, the second leg's behind the next
-bucket's first, all other waits behind the last computation: the same order on every rank, and every rank decodes
-the same bytes.
+Two legs from three ranks on, where the scheme can be cut into shards: each rank then receives 2 (W-1)/W
+payloads instead of W-1. Before: buckets of one scheme each. After: each gradient output passed one reducing
+exchange; what has no scheme is all-reduced as it is. A launch stands right behind its bucket, the second leg's
+behind the next bucket's first, all other waits behind the last computation: the same order on every rank, and
+every rank decodes the same bytes.
 
-Error feedback (Seide et al., Interspeech 2014): a residual per parameter, a state. What the owner of a shard loses in
-the second leg goes into its own residual, W-fold since means divide by W; so there is one residual, in no rank's
-way when the number of ranks changes: the sum of what was sent and of all residuals is the sum of all gradients. New
-residuals are written only if everything that this graph has reduced is finite; else the old ones stay.
+Error feedback (Seide et al., Interspeech 2014): a residual per parameter, a state. What the owner of a shard
+loses in the second leg goes into its own residual, W-fold since means divide by W; so there is one residual, in
+no rank's way when the number of ranks changes: the sum of what was sent and of all residuals is the sum of all
+gradients. New residuals are written only if everything that this graph has reduced is finite; else the old ones
+stay.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class _Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Compress(Pass):
-    """Options: `scheme`, which scheme for which parameter (see `fxpasses.compression`); `reduce`; `dtype` on the wire of
-    what has no scheme. Environment: `group` (registered name of the process group), `world`, `rank`.
+    """Options: `scheme`, which one for which parameter (see `fxpasses.compression`); `reduce`; `dtype` on the wire
+    of what has no scheme. Environment: `group` (registered name of the process group), `world`, `rank`.
     """
 
     scheme: str | None = from_environment("compression")
@@ -81,9 +82,10 @@ class Compress(Pass):
 
     def error_bound(self) -> str:
         return (
-            "by bucket, what its scheme states (see custom_ops): int8 and int4, each leg: s/2 (1 + 2^-14) with s the "
-            "bf16 scale of its group; fp16: max(2^-11 |v|, 2^-39 max |v|); bf16: 2^-8 |v|; topk: every element "
-            "that is not among its chunk's largest. With feedback: sent + residuals = gradients, up to rounding in fp32"
+            "by bucket, what its scheme states (see custom_ops): int8 and int4, each leg: s/2 (1 + 2^-14) with "
+            "s the bf16 scale of its group; fp16: max(2^-11 |v|, 2^-39 max |v|); bf16: 2^-8 |v|; topk: every "
+            "element that is not among its chunk's largest. With feedback: sent + residuals = gradients, up to "
+            "rounding in fp32"
         )
 
     def run(self, graph: TrainingGraph) -> Report:
@@ -158,6 +160,7 @@ class Compress(Pass):
 
     def _finish(self, graph: TrainingGraph, one: _Sent) -> None:
         place, dtype, exchange = one.bucket.readers[0], one.bucket.dtype, one.exchange
+        assert self.world is not None
         scale = self.world if self.reduce == "sum" else 1
         arrived = one.bucket.write(
             graph, place, "wait", torch.ops._c10d_functional.wait_tensor, one.launch
@@ -196,7 +199,7 @@ class Compress(Pass):
             exchange = one.exchange
             assert exchange is not None and one.old is not None
 
-            def commit(finite, old, new, lost, exchange=exchange):  # type: ignore[no-untyped-def]
+            def commit(finite, old, new, lost, exchange=exchange):
                 return torch.where(finite, exchange.residual(new, lost), old)
 
             written = one.bucket.write(
