@@ -59,8 +59,8 @@ class _Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Compress(Pass):
-    """Options: `scheme`, which one for which parameter (see `fxpasses.compression`); `reduce`; `dtype` on the wire
-    of what has no scheme. Environment: `group` (registered name of the process group), `world`, `rank`.
+    """Options: `scheme`, which one for which parameter (see `fxpasses.compression`); `reduce`; `dtype` of what
+    has no scheme, on the wire. Environment: `group` (registered name of the process group), `world`, `rank`.
     """
 
     scheme: str | None = from_environment("compression")
