@@ -111,7 +111,7 @@ def fields_from(*keys: str) -> type[Pass]:
     [
         ("reduces", "'reduces'; did you mean 'reduce'?"),
         ("layouts", "'layouts'; did you mean 'layout'?"),
-        ("zzz", "'zzz'; known: accumulate, bucket_mb, dump, group, layout, "),
+        ("zzz", "'zzz'; known: accumulate, bucket_mb, compression, dump, group, layout, "),
     ],
 )
 def test_a_field_from_an_unknown_place_is_an_error(own_registry, key, said):
