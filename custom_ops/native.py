@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+BYTES_PER_THREAD = 2**18  # less is done sooner than another thread is woken
 SOURCES = Path(__file__).parent / "cpp"
 CHOICE = "FXPASSES_CPU_KERNELS"
 COMPILERS = ("g++", "clang++", "c++")
@@ -48,7 +49,7 @@ def use_reference() -> bool:
 
 
 def call(function: str, *args: torch.Tensor | ctypes.Structure | ctypes.Array | int | None) -> None:
-    """Run a kernel with as many threads as torch uses.
+    """Run a kernel with as many threads as torch uses, or with fewer if its tensors are small.
 
     Args:
         function: its name, without the prefix.
@@ -58,7 +59,9 @@ def call(function: str, *args: torch.Tensor | ctypes.Structure | ctypes.Array | 
     Raises:
         RuntimeError: when the kernels can't be built.
     """
-    getattr(library(), f"fxpasses_{function}")(*map(_argument, (*args, torch.get_num_threads())))
+    largest_bytes = max(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+    threads = min(torch.get_num_threads(), 1 + largest_bytes // BYTES_PER_THREAD)
+    getattr(library(), f"fxpasses_{function}")(*map(_argument, (*args, threads)))
 
 
 def _argument(value: torch.Tensor | ctypes.Structure | ctypes.Array | int | None) -> object:

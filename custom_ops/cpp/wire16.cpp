@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kLargestExponent = 100;  // of a scale, so that no product of scales is subnormal
-constexpr int64_t kBlock = 4096;
+constexpr int64_t kBlock = 1024;
 
 inline float power_of_two(int exponent) { return float_of(uint32_t(127 + exponent) << 23); }
 
@@ -28,10 +28,12 @@ struct Half {
   }
   static inline float widen(uint16_t half) {
     const uint32_t magnitude = half & 0x7fffu;
-    const uint32_t special = magnitude >= 0x7c00u ? 112u << 23 : 0;
-    const uint32_t normal = (magnitude << 13) + (112u << 23) + special;
-    const uint32_t subnormal = bits_of(float(int32_t(magnitude)) * 0x1p-24f);
-    return float_of((uint32_t(half & 0x8000u) << 16) | (magnitude < 0x400u ? subnormal : normal));
+    const bool subnormal = magnitude < 0x400u;  // decoded as if there were a leading one, less that
+    const uint32_t exponent = subnormal             ? 113u << 23
+                              : magnitude < 0x7c00u ? 112u << 23
+                                                    : 224u << 23;
+    const float value = float_of((magnitude << 13) + exponent) - (subnormal ? 0x1p-14f : 0.0f);
+    return float_of(uint32_t(half & 0x8000u) << 16 | bits_of(value));
   }
 };
 
@@ -57,6 +59,14 @@ void encode(const float* values, int64_t numel, float scale, uint8_t* out, int64
   for (int64_t i = 0; i < numel; ++i) store(out + 2 * i, Format::narrow(values[i] * scale));
 }
 
+template <class Format, bool First>
+void add(const uint8_t* __restrict values, int64_t length, float scale, float* __restrict sums) {
+  for (int64_t i = 0; i < length; ++i) {
+    const float value = Format::widen(load<uint16_t>(values + 2 * i)) * scale;
+    sums[i] = First ? value : sums[i] + value;
+  }
+}
+
 template <class Format>
 void decode(const uint8_t* pieces, int64_t rows, int64_t row_bytes, int64_t numel, float* out,
             int64_t threads) {
@@ -65,13 +75,11 @@ void decode(const uint8_t* pieces, int64_t rows, int64_t row_bytes, int64_t nume
   for (int64_t start = 0; start < numel; start += kBlock) {
     const int64_t length = std::min(kBlock, numel - start);
     float* sums = out + start;
-    std::fill(sums, sums + length, 0.0f);
     for (int64_t row = 0; row < rows; ++row) {
       const uint8_t* piece = pieces + row * row_bytes;
       const float scale = power_of_two(-int8_t(piece[1])) * mean.down;
-      const uint8_t* values = piece + kHeaderBytes + 2 * start;
-      for (int64_t i = 0; i < length; ++i)
-        sums[i] += Format::widen(load<uint16_t>(values + 2 * i)) * scale;
+      const auto run = row ? add<Format, false> : add<Format, true>;
+      run(piece + kHeaderBytes + 2 * start, length, scale, sums);
     }
     for (int64_t i = 0; i < length; ++i) sums[i] = clamped(sums[i] * mean.factor);
   }

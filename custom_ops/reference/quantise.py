@@ -6,8 +6,9 @@ import dataclasses
 
 import torch
 
-from custom_ops import mean, noise
+from custom_ops import noise
 from custom_ops.layout import HADAMARD, HEADER_BYTES, Layout
+from custom_ops.reference import mean
 
 SMALLEST_SCALE = 2.0**-100
 
@@ -175,7 +176,7 @@ def rounded(scaled: torch.Tensor, position: torch.Tensor, key: int | None) -> to
 def decode(payloads: torch.Tensor, layout: Layout, where: Places) -> torch.Tensor:
     """Mean of W payloads (or pieces) [W, bytes] as [E], flags not looked at."""
     rows = payloads.shape[0]
-    sums = torch.zeros(len(where.byte))
+    shares = []
     for payload in payloads:
         codes = torch.where(where.high, payload[where.byte] >> 4, payload[where.byte])
         codes = codes & (2**layout.bits - 1)
@@ -186,8 +187,8 @@ def decode(payloads: torch.Tensor, layout: Layout, where: Places) -> torch.Tenso
             if layout.symmetric
             else payload[where.zero].float()
         )
-        sums += (codes.float() - zero[where.group]) * scale[where.group]
-    return mean.finish(_unrotated(sums, layout, where), rows)
+        shares.append((codes.float() - zero[where.group]) * scale[where.group])
+    return mean.finish(_unrotated(mean.in_order(shares), layout, where), rows)
 
 
 def transform(blocks: torch.Tensor) -> torch.Tensor:

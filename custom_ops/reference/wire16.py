@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from custom_ops import mean
 from custom_ops.layout import HEADER_BYTES, Layout16
+from custom_ops.reference import mean
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST = 65504.0  # of fp16
@@ -30,13 +30,13 @@ def decode16(payloads: torch.Tensor, layout: Layout16) -> torch.Tensor:
     """`custom_ops.wire16.decode16`."""
     rows = payloads.shape[0]
     pieces = payloads.view(rows, layout.shards, layout.piece_bytes)
-    sums = torch.zeros(layout.shards, layout.shard_numel)
+    shares = []
     for row in pieces:
         values = row[:, HEADER_BYTES : HEADER_BYTES + 2 * layout.shard_numel].contiguous()
         scale = torch.exp2(-row[:, 1].view(torch.int8).float()) * mean.down(rows)
-        sums += values.view(DTYPES[layout.dtype]).float() * scale[:, None]
+        shares.append(values.view(DTYPES[layout.dtype]).float() * scale[:, None])
     finite = (pieces[:, :, 0] == 1).all(0)
-    means = torch.where(finite[:, None], mean.finish(sums, rows), torch.nan)
+    means = torch.where(finite[:, None], mean.finish(mean.in_order(shares), rows), torch.nan)
     return means.flatten()[: layout.numel].clone()
 
 

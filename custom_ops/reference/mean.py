@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 LARGEST = torch.finfo(torch.float32).max
@@ -10,6 +13,11 @@ LARGEST = torch.finfo(torch.float32).max
 def down(rows: int) -> float:
     """What each value is multiplied by before they are summed: a power of two, at most 1 / (2 W)."""
     return 2.0 ** -(1 + (rows - 1).bit_length())
+
+
+def in_order(shares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, from the first to the last."""
+    return functools.reduce(torch.add, shares)
 
 
 def finish(sums: torch.Tensor, rows: int) -> torch.Tensor:
