@@ -12,7 +12,7 @@ The scale is 2^e with the largest e <= 100 that keeps all of the shard within fp
 neither on the wire nor in a sum, and with the largest value M of a shard, for M >= 2^-84:
     fp16: |decoded - v| <= max(2^-11 |v|, 2^-39 M); a value from 2^-24 on is exact wherever it was in fp16, if
         M <= 65504;
-    bf16: |decoded - v| <= 2^-8 |v| for |v| >= 2^-100 M.
+    bf16: |decoded - v| <= 2^-8 |v| for |v| >= 2^-100 M and 2^-126.
 
 If anything that is encoded is NaN or infinite, the payload says so in each piece and decodes to NaN.
 

@@ -242,7 +242,7 @@ def test_options_left_out_stay_at_default(text):
     ("text", "said"),
     [
         ("buckting", "option 'passes': unknown pass 'buckting'; did you mean 'bucketing'?"),
-        ("zzz", "option 'passes': unknown pass 'zzz'; known: bucketing, cast, gradient_sync"),
+        ("zzz", "option 'passes': unknown pass 'zzz'; known: bucketing, cast, compress, gradient_sync"),
         ("bucketing{mbs=1}", "pass 'bucketing' has no option 'mbs'; did you mean 'mb'?"),
         ("bucketing{mb}", "option 'passes': bucketing{mb}: expected option=value"),
         ("bucketing{mb=big}", "option 'passes': bucketing{mb=big}: expected float or NoneType"),
