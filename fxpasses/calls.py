@@ -340,4 +340,4 @@ def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> tor
         return (scaler.scale_tensor if spec.kind == SCALE_STATE else scaler.overflow_tensor)(
             spec.device
         )
-    return STORE.get(call.tensor(spec.parameter), spec)
+    return STORE.get_for(spec, call.tensor)

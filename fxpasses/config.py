@@ -133,6 +133,9 @@ class Hardening:
         clip_norm: the limit of the global 2-norm of a model's gradients, which are scaled down to it; `None`
             leaves them alone.
         watch: mapping of the fields of `Watching`; `None` does not watch the norm.
+        compression: of the gradients on the wire: `"none"`, a scheme (`"int8"`, `"topk"`, …), a mapping with
+            its parameters (`{"scheme": "topk", "ratio": 0.01}`), or a mapping of parameter-name patterns to
+            schemes. See `fxpasses.compression.Scheme`.
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
@@ -149,6 +152,7 @@ class Hardening:
     loss_scale: Any = "none"
     clip_norm: float | None = None
     watch: Any = None
+    compression: Any = "none"
     accumulate: int = 1
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
@@ -166,6 +170,7 @@ class Hardening:
             _check_positive_number("clip_norm", self.clip_norm)
         Watching.parse(self.watch)
         object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
+        object.__setattr__(self, "compression", _compression_text(self.compression))
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
         for name in ("dump", "profile"):
@@ -237,6 +242,12 @@ def _rules_text(rules: Any) -> str:
     if not isinstance(rules, Mapping):
         raise ValueError(f"option 'precision_rules': got {rules!r}; expected a mapping")
     return ";".join(f"{pattern}={kind}" for pattern, kind in rules.items())
+
+
+def _compression_text(value: Any) -> str:
+    from fxpasses.compression import compression_text
+
+    return compression_text(value)
 
 
 def _check_process_group(value: Any) -> None:

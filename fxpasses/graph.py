@@ -56,6 +56,8 @@ class StateSpec:
         parameter: qualified name of the parameter (or, for `BUFFER_STATE`, of the buffer) it belongs to.
         shape, dtype, device: of the tensor; they need not be the parameter's.
         fill: initial value of each element.
+        parts: where the tensor is one flat tensor of several parameters' states, in this order: their names and
+            numbers of elements. `parameter` then is the first of them.
     """
 
     kind: str
@@ -64,6 +66,7 @@ class StateSpec:
     dtype: torch.dtype
     device: torch.device
     fill: float = 0.0
+    parts: tuple[tuple[str, int], ...] = ()
 
     @property
     def name(self) -> str:

@@ -84,6 +84,12 @@ def _reduce(unit: Unit, binding: Binding) -> None:
         binding.runtime.record_collectives(backward.collectives)
 
 
+def _found(binding: Binding, name: str) -> torch.Tensor:
+    tensor = binding.reachable(name)
+    assert tensor is not None, f"{name!r} was reachable when the ranks agreed"
+    return tensor
+
+
 def _agreed(unit: Unit, binding: Binding) -> Union:
     found = {name: binding.reachable(name) for name in binding.reach}
     left = {n: p for n, p in found.items() if p is not None and accumulation.is_pending(p)}
@@ -117,10 +123,8 @@ def _state(
 ) -> torch.Tensor:
     if spec.kind == PARTICIPATION:
         return torch.ones(spec.shape, dtype=spec.dtype, device=spec.device)
-    parameter = binding.reachable(spec.parameter)
-    assert parameter is not None
     if spec.kind != PENDING_STATE:
-        return STORE.get(parameter, spec)
+        return STORE.get_for(spec, lambda name: _found(binding, name))
     pending = taken[spec.parameter]
     if pending is None:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)

@@ -101,14 +101,18 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
             f"option 'passes': {needs_group!r} communicates, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group first, or leave the pass out"
         )
-    if world > 1 and not any("reduced" in p.provides for p in pipeline.passes):
+    provided = frozenset().union(*(p.provides for p in pipeline.passes))
+    if world > 1 and "reduced" not in provided:
         raise ValueError(
             f"option 'passes': {text!r} reduces no gradient, but there are {world} ranks; add "
             "'participation,running_stats,bucketing,gradient_sync'"
         )
-    clips = any("clipped" in p.provides for p in pipeline.passes)
+    if world > 1 and hardening.compression and "compressed" not in provided:
+        raise ValueError(
+            f"option 'compression': {text!r} does not compress; put 'compress' in place of 'gradient_sync'"
+        )
     for option in ("clip_norm", "watch"):
-        if getattr(hardening, option) is not None and not clips:
+        if getattr(hardening, option) is not None and "clipped" not in provided:
             raise ValueError(
                 f"option {option!r}: nothing measures the norm of the gradients; "
                 + (
@@ -132,19 +136,19 @@ def on_one_rank(hardening: Hardening) -> Pipeline:
 def _bound(text: str, hardening: Hardening, **group: Any) -> Pipeline:
     options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
     options["loss_scale_in_graph"] = hardening.loss_scale_in_graph
+    options["compression"] = hardening.compression or None
     return Pipeline(parse_pipeline(text)).bind(**options, **group)
 
 
 def _default(hardening: Hardening, world: int) -> str:
+    exchange = "compress" if hardening.compression else "gradient_sync"
     precision = ("cast",) if hardening.precision != "fp32" else ()
     scaled, clipped = bool(hardening.loss_scale_in_graph), hardening.clip_norm is not None
     lines = (
         *precision,  # first, so that all others see the graph that will run
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
-        *(_SYNCHRONISE if world > 1 else ()),
-        *(
-            ("clip_norm",) if clipped else ()
-        ),  # on reduced gradients: the norm is the same on all ranks
+        *((*_SYNCHRONISE, exchange) if world > 1 else ()),
+        *(("clip_norm",) if clipped else ()),  # on reduced gradients: all ranks have the same norm
         *(("overflow",) if scaled else ()),  # last: on what the optimizer will see
     )
     return ",".join(lines)
@@ -154,8 +158,7 @@ _SYNCHRONISE = (
     "participation",  # looks at what each gradient depends on, so before buckets mix gradients
     "running_stats",  # its broadcast is small: in front of all payloads
     "bucketing",  # before whatever puts gradients on a wire
-    "gradient_sync",  # last of these: it fixes where collectives start and end
-)
+)  # and behind them what reduces gradients: it fixes where collectives start and end
 
 
 def _check_contracts(passes: Sequence[Pass]) -> None:

@@ -7,7 +7,8 @@ recompiling and resuming keep it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -43,18 +44,54 @@ class StateStore:
             tensor = kinds[spec.kind] = tensor.to(spec.device)
         return tensor
 
+    def get_for(self, spec: StateSpec, tensor_of: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The tensor for `spec`, of one parameter or of several.
+
+        Args:
+            tensor_of: finds a parameter by name.
+        """
+        if not spec.parts:
+            return self.get(tensor_of(spec.parameter), spec)
+        return self._flat([tensor_of(name) for name, _ in spec.parts], spec)
+
     def put(self, parameter: torch.Tensor, kind: str, tensor: torch.Tensor) -> None:
         """Set a tensor to these values, in place where one of that form exists."""
-        kinds = self._tensors.setdefault(parameter, {})
-        old = kinds.get(kind)
+        old = self._tensors.setdefault(parameter, {}).get(kind)
         if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
             old.copy_(tensor)
         else:
-            kinds[kind] = tensor.detach().clone()
+            self._tensors[parameter][kind] = tensor.detach().clone()
 
     def of(self, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(kind, tensor) of one parameter."""
         yield from self._tensors.get(parameter, {}).items()
+
+    def _flat(self, parameters: list[torch.Tensor], spec: StateSpec) -> torch.Tensor:
+        """One tensor that each parameter's is a view of. Where it is not so yet (at first, after another
+        bucketing or loading), they move together.
+        """
+        own = [
+            dataclasses.replace(spec, parameter=name, shape=(numel,), parts=())
+            for name, numel in spec.parts
+        ]
+        tensors = [self.get(p, s) for p, s in zip(parameters, own, strict=True)]
+        flat = tensors[0]._base
+        if flat is None or flat.numel() != spec.numel() or not _are_parts_of(flat, tensors):
+            flat = torch.cat(tensors)
+            views = flat.split([numel for _, numel in spec.parts])
+            for parameter, view in zip(parameters, views, strict=True):
+                self._tensors[parameter][spec.kind] = view
+        return flat
+
+
+def _are_parts_of(flat: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether they are views of it, one behind the other."""
+    offset = 0
+    for tensor in tensors:
+        if tensor._base is not flat or tensor.storage_offset() != offset:
+            return False
+        offset += tensor.numel()
+    return True
 
 
 STORE = StateStore()

@@ -53,6 +53,7 @@ def test_a_pass_is_listed_with_contract_and_options():
         "bucketing  (backward graph; bitwise)",
         "    provides: buckets",
         "    mb: float | None = from 'bucket_mb'",
+        "    scheme: str | None = from 'compression'",
     ]
 
 

@@ -308,3 +308,17 @@ def test_code_is_made_again_exactly_when_a_pass_acted(changed):
     chosen = Bucketing(mb=1) if changed else contract("idle")
     Pipeline((chosen,)).run("backward", graph)
     assert (graph.module.code != before) is changed
+
+
+def test_compression_takes_the_place_of_the_plain_reduction(fake_world):
+    pipeline = build(Hardening(compression="int4"), fake_world, 2, 0)
+    assert pipeline.spec == (
+        "participation,running_stats,bucketing{mb=25.0,scheme=int4},compress{scheme=int4,reduce=mean}"
+    )
+    assert build(Hardening(compression="int4"), None, 1, 0).passes == ()
+
+
+def test_compression_that_the_pipeline_lacks_is_an_error(fake_world):
+    text = "participation,bucketing,gradient_sync"
+    with pytest.raises(ValueError, match="option 'compression': .* put 'compress' in place of"):
+        build(Hardening(compression="int4", passes=text), fake_world, 2, 0)

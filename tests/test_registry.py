@@ -111,7 +111,10 @@ def fields_from(*keys: str) -> type[Pass]:
     [
         ("reduces", "'reduces'; did you mean 'reduce'?"),
         ("layouts", "'layouts'; did you mean 'layout'?"),
-        ("zzz", "'zzz'; known: accumulate, bucket_mb, clip_norm, dump, group, layout, "),
+        (
+            "zzz",
+            "'zzz'; known: accumulate, bucket_mb, clip_norm, compression, dump, group, layout, ",
+        ),
     ],
 )
 def test_a_field_from_an_unknown_place_is_an_error(own_registry, key, said):
@@ -244,7 +247,7 @@ def test_options_left_out_stay_at_default(text):
         ("buckting", "option 'passes': unknown pass 'buckting'; did you mean 'bucketing'?"),
         (
             "zzz",
-            "option 'passes': unknown pass 'zzz'; known: bucketing, cast, clip_norm, gradient_sync",
+            "option 'passes': unknown pass 'zzz'; known: bucketing, cast, clip_norm, compress, ",
         ),
         ("bucketing{mbs=1}", "pass 'bucketing' has no option 'mbs'; did you mean 'mb'?"),
         ("bucketing{mb}", "option 'passes': bucketing{mb}: expected option=value"),

@@ -122,3 +122,52 @@ def test_state_survives_a_change_of_the_parameters_data(store, weight):
     tensor = store.get(weight, RESIDUAL)
     weight.data = torch.zeros(2, 3)
     assert store.get(weight, RESIDUAL) is tensor
+
+
+# One tensor of several parameters
+
+
+def parts_of(store: StateStore, named: dict[str, torch.Tensor]) -> torch.Tensor:
+    sizes = tuple((name, p.numel()) for name, p in named.items())
+    shape = (sum(size for _, size in sizes),)
+    spec = StateSpec(
+        "residual", sizes[0][0], shape, torch.float32, torch.device("cpu"), parts=sizes
+    )
+    return store.get_for(spec, named.__getitem__)
+
+
+def residuals(store: StateStore, named: dict[str, torch.Tensor]) -> list[list[float]]:
+    return [dict(store.of(p))["residual"].tolist() for p in named.values()]
+
+
+def test_parts_are_views_of_one_tensor_that_stays(store):
+    named = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3, 1))}
+    flat = parts_of(store, named)
+    flat.copy_(torch.arange(5.0))
+    assert residuals(store, named) == [[0, 1], [2, 3, 4]]
+    assert parts_of(store, named) is flat
+
+
+def test_another_order_or_selection_takes_the_values_along(store):
+    named = {name: nn.Parameter(torch.ones(size)) for name, size in (("a", 2), ("b", 3), ("c", 1))}
+    parts_of(store, named).copy_(torch.arange(6.0))
+    turned = parts_of(store, {"c": named["c"], "a": named["a"]})
+    assert turned.tolist() == [5, 0, 1]
+    turned.mul_(10)
+    assert residuals(store, named) == [[0, 10], [2, 3, 4], [50]]
+    assert parts_of(store, named).tolist() == [0, 10, 2, 3, 4, 50]
+
+
+def test_values_that_are_put_are_in_the_flat_tensor(store):
+    named = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(1))}
+    store.put(named["b"], "residual", torch.tensor([7.0]))  # before anything is flat
+    flat = parts_of(store, named)
+    store.put(named["a"], "residual", torch.tensor([1.0, 2.0]))
+    assert flat.tolist() == [1, 2, 7] and parts_of(store, named) is flat
+
+
+def test_a_part_of_another_size_is_named(store):
+    named = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(1))}
+    store.put(named["b"], "residual", torch.ones(4))
+    with pytest.raises(ValueError, match="state 'residual/b' is torch.float32"):
+        parts_of(store, named)

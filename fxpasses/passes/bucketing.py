@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxpasses.compression import Rules, parse_rules, scheme_of
 from fxpasses.graph import Gradient, TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.rewrite import Provenance, model_line, splice
@@ -38,11 +39,13 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Bucketing(Pass):
-    """Options: `mb`, the target size of a bucket in MiB of gradient. Environment: `layout`, the order of
-    parameters that the ranks agreed on, where their graphs differ.
+    """Options: `mb`, the target size of a bucket in MiB of gradient; `scheme`, which compression for which
+    parameter, since a bucket has one. Environment: `layout`, the order of parameters that the ranks agreed on,
+    where their graphs differ.
     """
 
     mb: float | None = from_environment("bucket_mb")
+    scheme: str | None = from_environment("compression")
     layout: tuple[str, ...] | None = from_environment("layout")
 
     name: ClassVar[str] = "bucketing"
@@ -57,7 +60,7 @@ class Bucketing(Pass):
 
     def run(self, graph: TrainingGraph) -> Report:
         assert self.mb is not None
-        groups = assign(graph, self.mb * 2**20, self.layout)
+        groups = assign(graph, self.mb * 2**20, self.layout, parse_rules(self.scheme or ""))
         # Chosen before anything is inserted, so that buckets with one last gradient stand in order. With a
         # common layout behind all else: the graphs differ, and so would what stands between the buckets.
         places = [graph.behind(group[-1].node) for group in groups]
@@ -118,27 +121,33 @@ class Bucketing(Pass):
         return {gradient.index: view for gradient, view in zip(group, views, strict=True)}
 
     def _permutations(self, group: list[Gradient]) -> list[tuple[int, ...]]:
-        """Without a common layout, the physical order of each gradient: it then flattens without a copy."""
-        if self.layout is not None:
+        """Where nobody else has to know the order, the physical one of each gradient: it then flattens without
+        a copy. Other ranks (a common layout) and later steps (residuals of compression) have to.
+        """
+        if self.layout is not None or self.scheme:
             return [tuple(range(g.node.meta["val"].dim())) for g in group]
         return [_physical_order(g.node.meta["val"]) for g in group]
 
 
 def assign(
-    graph: TrainingGraph, bucket_bytes: float, layout: tuple[str, ...] | None = None
+    graph: TrainingGraph,
+    bucket_bytes: float,
+    layout: tuple[str, ...] | None = None,
+    rules: Rules = (),
 ) -> list[list[Gradient]]:
-    """Gradients by bucket. A bucket closes once it holds `bucket_bytes`; one dtype and device a bucket.
+    """Gradients by bucket. A bucket closes once it holds `bucket_bytes`; one dtype, device and scheme a bucket.
 
     Args:
         layout: parameters in the order to go by; None is the order in which the graph makes gradients.
+        rules: which compression scheme for which parameter.
     """
     positions = graph.positions()
     order = {g.index: (positions[g.node], g.index) for g in graph.gradients()}
     if layout is not None:
         order = {g.index: (layout.index(g.parameter), 0) for g in graph.gradients()}
     gradients = sorted(graph.gradients(), key=lambda g: order[g.index])
-    open_groups: dict[tuple[torch.dtype, torch.device], list[Gradient]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_groups: dict[tuple[object, ...], list[Gradient]] = {}
+    filled: dict[tuple[object, ...], int] = {}
     groups: list[list[Gradient]] = []
     for gradient in gradients:
         value = gradient.node.meta["val"]
@@ -149,7 +158,7 @@ def assign(
             )
         if value.numel() == 0:
             continue
-        key = (value.dtype, value.device)
+        key = (value.dtype, value.device, scheme_of([gradient.parameter], rules))
         open_groups.setdefault(key, []).append(gradient)
         filled[key] = filled.get(key, 0) + value.numel() * value.element_size()
         if filled[key] >= bucket_bytes:

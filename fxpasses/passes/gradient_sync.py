@@ -14,7 +14,6 @@ wire dtype other than the gradient's, that division is done in the wider of the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from torch import fx
 from fxpasses.config import REDUCTIONS, WIRE_DTYPES, nearest
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
-from fxpasses.rewrite import Provenance, splice
+from fxpasses.reduction import FilledBucket, filled_buckets, payload_bytes
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -61,80 +60,31 @@ class GradientSync(Pass):
         )
 
     def run(self, graph: TrainingGraph) -> Report:
-        order = graph.positions()
-        flats = [node for node in graph.walk() if "bucket" in node.meta]
-        outward = _ancestors(g.node for g in graph.gradients())
-        readers = [sorted(outward & flat.users.keys(), key=order.__getitem__) for flat in flats]
-        launches = [self._launch(graph, flat) for flat in flats]
-        for flat, launch, reading in zip(flats, launches, readers, strict=True):
-            self._finish(graph, flat, launch, reading)
-        wire_bytes = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in launches)
-        return Report(bool(flats), {"all_reduces": len(flats), "bytes": wire_bytes})
+        buckets = filled_buckets(graph, self.name)
+        launches = [self._launch(graph, bucket) for bucket in buckets]
+        for bucket, launch in zip(buckets, launches, strict=True):
+            self._finish(graph, bucket, launch)
+        return Report(
+            bool(buckets), {"all_reduces": len(buckets), "bytes": payload_bytes(launches)}
+        )
 
-    def _launch(self, graph: TrainingGraph, flat: fx.Node) -> fx.Node:
+    def _launch(self, graph: TrainingGraph, bucket: FilledBucket) -> fx.Node:
         group, world = self.group, self.world
         assert group is not None and world is not None and self.reduce is not None
-        own = flat.meta["val"].dtype
-        if own.is_complex and self.dtype is not None:
+        if bucket.dtype.is_complex and self.dtype is not None:
             raise ValueError(
                 f"reduce_dtype={self.dtype!r} does not fit the complex gradient of "
-                f"{flat.meta['bucket'].parameters[0]!r}; leave reduce_dtype out"
+                f"{bucket.parameters[0]!r}; leave reduce_dtype out"
             )
-        wire = TORCH_DTYPES[self.dtype] if self.dtype else own
+        wire = TORCH_DTYPES[self.dtype] if self.dtype else bucket.dtype
+        return bucket.launch_all_reduce(graph, self.reduce, wire, group, world)
 
-        def payload(x: torch.Tensor) -> torch.Tensor:
-            if self.reduce == "mean" and world > 1:
-                x = x.to(torch.promote_types(own, wire)) / world
-            return x.to(wire)
-
-        def launch(parts: list[torch.Tensor]) -> torch.Tensor:
-            whole = torch.cat([payload(part) for part in parts])
-            return torch.ops._c10d_functional.all_reduce(whole, "sum", group)
-
-        # From the bucket's parts: scaled behind the concatenation, it would be written twice. A bucket of
-        # one gradient may have been decomposed to a copy.
-        is_cat = flat.target is torch.ops.aten.cat.default
-        node = splice(
+    def _finish(self, graph: TrainingGraph, bucket: FilledBucket, launch: fx.Node) -> None:
+        result = bucket.write(
             graph,
-            flat.next,
+            bucket.readers[0] if self.overlap else launch.next,
+            "finish",
+            lambda x: torch.ops._c10d_functional.wait_tensor(x).to(bucket.dtype),
             launch,
-            flat.args[0] if is_cat else [flat],
-            name=f"bucket{flat.meta['bucket'].index}",
-            provenance=self._origin(flat, "launch"),
         )
-        node.meta["reduces"] = True
-        node.args[0].meta["bucket"] = flat.meta["bucket"]
-        return node
-
-    def _finish(
-        self, graph: TrainingGraph, flat: fx.Node, launch: fx.Node, readers: list[fx.Node]
-    ) -> None:
-        result = splice(
-            graph,
-            readers[0] if self.overlap else launch.next,
-            lambda x: torch.ops._c10d_functional.wait_tensor(x).to(flat.meta["val"].dtype),
-            launch,
-            name=f"bucket{flat.meta['bucket'].index}",
-            provenance=self._origin(flat, "finish"),
-        )
-        result.meta["reduced_bucket"] = flat.meta["bucket"]
-        for reader in readers:
-            reader.replace_input_with(flat, result)
-        if not flat.users:
-            graph.graph.erase_node(flat)
-
-    def _origin(self, flat: fx.Node, rule: str) -> Provenance:
-        bucket = flat.meta["bucket"]
-        return Provenance(self.name, rule, flat.name, bucket.model_line, bucket.parameters)
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from. What else reads a bucket wants its local value."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+        bucket.deliver(graph, result)

@@ -1,0 +1,1 @@
+"""What the operators compute, in plain PyTorch. The compiled kernels give the same bits."""

@@ -1,0 +1,179 @@
+"""Option `compression`: which scheme sends which parameter's gradient.
+
+    "int4"                                            all of them
+    {"scheme": "topk", "ratio": 0.01}                 with parameters
+    {"*": "int4", "*.bias": "none", "head.*": "int8"} by patterns of qualified names; the last that matches wins
+
+In a pipeline string: `topk:ratio=0.01` and `*=int4;*.bias=none;head.*=int8:group=64`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fxpasses.config import nearest
+
+NONE = "none"
+# What each scheme can be told, besides its name.
+_KEYS = {
+    NONE: (),
+    "bf16": (),
+    "fp16": (),
+    "int8": ("group", "symmetric", "feedback"),
+    "int4": ("group", "symmetric", "feedback", "rotate", "second_bits"),
+    "topk": ("ratio", "feedback"),
+}
+SCHEMES = tuple(_KEYS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How a gradient goes over the wire.
+
+    Attributes:
+        scheme: one of `SCHEMES`.
+        group: (int8, int4) elements that share a scale, a power of two.
+        symmetric: (int8, int4) no zero point.
+        feedback: (int8, int4, topk) keep what was lost as a residual, and send it with the next gradient.
+        rotate: (int4) Hadamard rotation, against outliers.
+        second_bits: (int4) bits of the second leg, from a shard's owner to all: 8 or 4.
+        ratio: (topk) share of the elements that is sent, above 0 and at most 1.
+    """
+
+    scheme: str = NONE
+    group: int = 128
+    symmetric: bool = True
+    feedback: bool = True
+    rotate: bool = False
+    second_bits: int = 8
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise ValueError(
+                f"option 'compression': got {self.scheme!r}{nearest(str(self.scheme), SCHEMES)}"
+            )
+        whole = isinstance(self.group, int) and not isinstance(self.group, bool)
+        if not whole or self.group < 1 or self.group & (self.group - 1):
+            self._refuse("group", "a power of two, 128 for example")
+        if self.rotate and self.group < 32:
+            self._refuse("group", "at least 32 with rotate")
+        if self.second_bits not in (4, 8):
+            self._refuse("second_bits", "8 or 4")
+        number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
+        if not number or not math.isfinite(self.ratio) or not 0 < self.ratio <= 1:
+            self._refuse("ratio", "a number above 0 and at most 1")
+        for key in ("symmetric", "feedback", "rotate"):
+            if not isinstance(getattr(self, key), bool):
+                self._refuse(key, "true or false")
+
+    def _refuse(self, key: str, wanted: str) -> None:
+        raise ValueError(
+            f"option 'compression': scheme {self.scheme!r}: got {key}={getattr(self, key)!r}; expected {wanted}"
+        )
+
+    @property
+    def bits(self) -> int:
+        return {"int8": 8, "int4": 4}[self.scheme]
+
+    @property
+    def has_residual(self) -> bool:
+        return self.feedback and "feedback" in _KEYS[self.scheme]
+
+    @property
+    def text(self) -> str:
+        """As in a pipeline string: what differs from the default."""
+        default = Scheme(self.scheme)
+        given = [
+            f"{key}={_word(getattr(self, key))}"
+            for key in _KEYS[self.scheme]
+            if getattr(self, key) != getattr(default, key)
+        ]
+        return ":".join([self.scheme, *given])
+
+
+Rules = tuple[tuple[str, Scheme], ...]
+
+
+def compression_text(value: Any) -> str:
+    """The option as it stands in a pipeline string; empty where nothing is compressed.
+
+    Raises:
+        ValueError: naming what is wrong, what was got, and what would work.
+    """
+    rules = parse_rules(value) if isinstance(value, str) else _rules_of(value)
+    if all(scheme.scheme == NONE for _, scheme in rules):
+        return ""
+    if len(rules) == 1 and rules[0][0] == "*":
+        return rules[0][1].text
+    return ";".join(f"{pattern}={scheme.text}" for pattern, scheme in rules)
+
+
+def parse_rules(text: str) -> Rules:
+    """`"int4:group=64"` or `"*=int4;*.bias=none"` → pairs of pattern and scheme."""
+    rules = []
+    for item in filter(None, (part.strip() for part in text.split(";"))):
+        head, equals, rest = item.partition("=")
+        pattern, words = (head, rest) if equals and ":" not in head else ("*", item)
+        name, *pairs = words.split(":")
+        rules.append((pattern.strip(), _scheme(name.strip(), dict(map(_pair, pairs)))))
+    return tuple(rules)
+
+
+def scheme_of(parameters: Iterable[str], rules: Rules) -> Scheme:
+    """The scheme of a bucket, whose parameters all have the same one."""
+    for name in parameters:
+        for pattern, scheme in reversed(rules):
+            if fnmatch.fnmatchcase(name, pattern):
+                return scheme
+        break
+    return Scheme()
+
+
+def _rules_of(value: Any) -> Rules:
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"option 'compression': got {value!r}; expected a scheme ({', '.join(SCHEMES)}), a mapping with "
+            "the key 'scheme', or a mapping of parameter-name patterns to schemes"
+        )
+    if "scheme" in value:
+        return (("*", _from_mapping(value)),)
+    return tuple((str(pattern), _from_value(scheme)) for pattern, scheme in value.items())
+
+
+def _from_value(value: Any) -> Scheme:
+    return _from_mapping(value) if isinstance(value, Mapping) else _scheme(value, {})
+
+
+def _from_mapping(value: Mapping[str, Any]) -> Scheme:
+    return _scheme(value.get("scheme"), {k: v for k, v in value.items() if k != "scheme"})
+
+
+def _scheme(name: Any, options: dict[str, Any]) -> Scheme:
+    known = _KEYS.get(name, ()) if isinstance(name, str) else ()
+    scheme = Scheme(name) if not options or name not in SCHEMES else None
+    for key in options:
+        if key not in known:
+            hint = nearest(key, known) if known else "; it takes none"
+            raise ValueError(f"option 'compression': scheme {name!r} has no {key!r}{hint}")
+    return Scheme(name, **options) if scheme is None else scheme
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, _, word = (part.strip() for part in text.partition("="))
+    if word in ("true", "false"):
+        return key, word == "true"
+    for kind in (int, float):
+        try:
+            return key, kind(word)
+        except ValueError:
+            continue
+    return key, word
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

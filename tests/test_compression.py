@@ -1,0 +1,82 @@
+"""Option `compression`: what it takes, what it refuses, how it stands in a pipeline string."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpasses.compression import Scheme, compression_text, parse_rules, scheme_of
+from fxpasses.config import Hardening
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("none", ""),
+        ({"scheme": "none"}, ""),
+        ("int4", "int4"),
+        ("bf16", "bf16"),
+        ({"scheme": "int8"}, "int8"),
+        ({"scheme": "topk", "ratio": 0.05}, "topk:ratio=0.05"),
+        (
+            {"scheme": "int4", "group": 64, "symmetric": False, "rotate": True, "second_bits": 4},
+            "int4:group=64:symmetric=false:rotate=true:second_bits=4",
+        ),
+        ({"*": "int4", "*.bias": "none"}, "*=int4;*.bias=none"),
+        ({"head.*": {"scheme": "topk", "feedback": False}}, "head.*=topk:feedback=false"),
+        ({"*.bias": "none"}, ""),
+        ("topk:ratio=0.05", "topk:ratio=0.05"),
+        ("*=int4; *.bias = none", "*=int4;*.bias=none"),
+    ],
+)
+def test_every_form_has_one_text_that_is_read_back(value, text):
+    assert compression_text(value) == text == Hardening(compression=value).compression
+    assert compression_text(text or "none") == text
+
+
+def test_the_last_pattern_that_matches_wins():
+    rules = parse_rules("*=int4;*.bias=none;head.*=int8:group=64")
+    found = {name: scheme_of([name], rules) for name in ("a.weight", "a.bias", "head.bias")}
+    assert found == {
+        "a.weight": Scheme("int4"),
+        "a.bias": Scheme("none"),
+        "head.bias": Scheme("int8", group=64),
+    }
+    assert scheme_of(["a"], parse_rules("b=int4")) == Scheme("none")
+
+
+def test_what_has_feedback():
+    schemes = {
+        name: Scheme(name).has_residual for name in ("none", "bf16", "fp16", "int8", "int4", "topk")
+    }
+    assert [name for name, has in schemes.items() if has] == ["int8", "int4", "topk"]
+    assert not Scheme("topk", feedback=False).has_residual
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("int5", "got 'int5'; did you mean 'int"),
+        (7, "got 7; expected a scheme"),
+        ({"scheme": 7}, "got 7"),
+        ({"*": "top"}, "got 'top'; did you mean 'topk'?"),
+        ({"scheme": "topk", "ratio": 0}, "scheme 'topk': got ratio=0; expected a number above 0"),
+        ({"scheme": "topk", "ratio": 1.5}, "got ratio=1.5"),
+        ({"scheme": "topk", "ratio": float("nan")}, "got ratio=nan"),
+        ({"scheme": "topk", "ratio": True}, "got ratio=True"),
+        ({"scheme": "int8", "group": 100}, "got group=100; expected a power of two"),
+        ({"scheme": "int8", "group": 0}, "got group=0"),
+        ({"scheme": "int8", "group": 64.0}, "got group=64.0"),
+        ({"scheme": "int4", "group": 16, "rotate": True}, "got group=16; expected at least 32"),
+        ({"scheme": "int4", "second_bits": 2}, "got second_bits=2; expected 8 or 4"),
+        ({"scheme": "int8", "symmetric": 1}, "got symmetric=1; expected true or false"),
+        ({"scheme": "int8", "ratio": 0.1}, "scheme 'int8' has no 'ratio'"),
+        ({"scheme": "topk", "ratoi": 0.1}, "scheme 'topk' has no 'ratoi'; did you mean 'ratio'?"),
+        ({"scheme": "bf16", "group": 64}, "scheme 'bf16' has no 'group'; it takes none"),
+        ("topk:ratio=much", "got ratio='much'"),
+        ("topk:ratio", "got ratio=''"),
+    ],
+)
+def test_bad_values_are_named(value, words):
+    with pytest.raises(ValueError) as caught:
+        Hardening(compression=value)
+    assert str(caught.value).startswith("option 'compression': ") and words in str(caught.value)
