@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -270,6 +270,18 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def tangents_reaching(graph: TrainingGraph) -> dict[fx.Node, frozenset[int]]:

@@ -93,6 +93,10 @@ def operator_name(node: fx.Node) -> str:
     return str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
 
 
+def is_cast(node: fx.Node) -> bool:
+    return operator_name(node) in ("convert_element_type", "_to_copy")
+
+
 def class_of(node: fx.Node, rules: Rules = ()) -> str:
     """The class of a node: by the last rule whose pattern is its operator (`aten.softmax`) or matches the
     qualified name of its module (`blocks.*.norm`), else by the table.

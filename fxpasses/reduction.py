@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpasses.graph import TrainingGraph
+from fxpasses.graph import TrainingGraph, ancestors
 from fxpasses.rewrite import Provenance, splice
 
 
@@ -101,7 +101,7 @@ def filled_buckets(graph: TrainingGraph, made_by: str) -> list[FilledBucket]:
     """All that bucketing has left, in order."""
     order = graph.positions()
     flats = [node for node in graph.walk() if "bucket" in node.meta]
-    outward = _ancestors(g.node for g in graph.gradients())
+    outward = ancestors(g.node for g in graph.gradients())
     return [
         FilledBucket(
             flat, tuple(sorted(outward & flat.users.keys(), key=order.__getitem__)), made_by
@@ -113,15 +113,3 @@ def filled_buckets(graph: TrainingGraph, made_by: str) -> list[FilledBucket]:
 def payload_bytes(launches: Iterable[fx.Node]) -> int:
     values = [launch.all_input_nodes[0].meta["val"] for launch in launches]
     return sum(value.numel() * value.element_size() for value in values)
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
-    found: set[fx.Node] = set()
-    pending = list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found

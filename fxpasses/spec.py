@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpasses.effects import COLLECTIVE_NAMESPACE, is_effectful, is_launch, is_wait
 from fxpasses.graph import INPUT_KINDS, OUTPUT_KINDS, PENDING_STATE, WAITS_STATE, TrainingGraph
-from fxpasses.precision import ALLOW, KEEPS_FP32, TABLE, operator_name
+from fxpasses.precision import ALLOW, KEEPS_FP32, TABLE, is_cast, operator_name
 
 Violation = tuple[fx.Node, str]
 Rule = Callable[[TrainingGraph], Iterator[Violation]]
@@ -156,12 +156,8 @@ def products_read_one_dtype(graph: TrainingGraph) -> Iterator[Violation]:
 def casts_are_needed(graph: TrainingGraph) -> Iterator[Violation]:
     """A cast that a pass made is used, and not only to be cast on."""
     for node in graph.walk():
-        if _is_cast(node) and "provenance" in node.meta and all(map(_is_cast, node.users)):
+        if is_cast(node) and "provenance" in node.meta and all(map(is_cast, node.users)):
             yield node, "is a cast that feeds " + ("only casts" if node.users else "nothing")
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return operator_name(node) in ("convert_element_type", "_to_copy")
 
 
 ALWAYS: tuple[Rule, ...] = (

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import torch
+
 from fxpasses.graph import TrainingGraph
 
 STAGES = ("joint", "backward")
@@ -47,6 +49,10 @@ class Pass:
         local: whether the pass also runs in a backward that does not synchronise (`no_sync`, micro-batches
             but the last). Most don't: they deal with what is about to be reduced.
         preserves_numerics: whether results stay bitwise the same. If not, `error_bound` states the bound.
+        inexact: kinds of outputs (`graph.OUTPUT_KINDS`) that the bound is about; all others stay bitwise.
+        idempotent: whether a second run over what the first made changes no result.
+
+    `tolerance` and `has_work` are what tests go by (`fxpasses.testing.check_pass`); no pipeline calls them.
     """
 
     name: ClassVar[str]
@@ -56,6 +62,8 @@ class Pass:
     conflicts: ClassVar[frozenset[str]] = frozenset()
     local: ClassVar[bool] = False
     preserves_numerics: ClassVar[bool] = True
+    inexact: ClassVar[frozenset[str]] = frozenset({"gradient"})
+    idempotent: ClassVar[bool] = True
 
     def run(self, graph: TrainingGraph) -> Report:
         """Rewrite the graph in place."""
@@ -65,6 +73,32 @@ class Pass:
         """For passes that change numerics: the bound, in words and symbols, that its tests check."""
         assert self.preserves_numerics, f"pass {self.name!r} changes numerics and states no bound"
         return "bitwise"
+
+    def tolerance(self, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The bound of `error_bound` as numbers: the largest error of each element of an output.
+
+        The error is that against this rank's own value before the pass, or against the mean or sum over the
+        ranks of a gradient, for a pass that provides `reduced`.
+
+        Args:
+            local: (ranks, *shape), what each rank's graph computes without the pass.
+            out: shape, what this rank's computes with it; in the same dtype.
+
+        Returns:
+            Not negative, broadcast to shape; infinity where no bound holds.
+
+        Raises:
+            NotImplementedError: for a pass that changes numerics and does not define it.
+        """
+        if not self.preserves_numerics:
+            raise NotImplementedError(
+                f"pass {self.name!r} changes numerics: define `tolerance(self, local, out)`"
+            )
+        return torch.zeros(())
+
+    def has_work(self, graph: TrainingGraph) -> bool | None:
+        """Whether `run` will change this graph; None for a pass that does not say."""
+        return None
 
     def bind(self, environment: Mapping[str, Any]) -> Self:
         """This pass with the fields that come from the environment filled in, as far as it has them."""

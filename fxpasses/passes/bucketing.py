@@ -58,6 +58,9 @@ class Bucketing(Pass):
                 f"option 'passes': bucketing{{mb={self.mb}}}: expected a positive number"
             )
 
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return any(g.node.meta["val"].numel() for g in graph.gradients())
+
     def run(self, graph: TrainingGraph) -> Report:
         assert self.mb is not None
         groups = assign(graph, self.mb * 2**20, self.layout, parse_rules(self.scheme or ""))

@@ -26,7 +26,7 @@ from torch import fx
 
 from fxpasses.config import PRECISIONS, nearest
 from fxpasses.effects import is_collective
-from fxpasses.graph import TrainingGraph
+from fxpasses.graph import OUTPUT_KINDS, TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.precision import (
     ALLOW,
@@ -37,6 +37,7 @@ from fxpasses.precision import (
     KEEPS_FP32,
     PROMOTES,
     class_of,
+    is_cast,
     operator_name,
     parse_rules,
 )
@@ -55,6 +56,7 @@ class Cast(Pass):
     name: ClassVar[str] = "cast"
     stage: ClassVar[str] = "joint"
     preserves_numerics: ClassVar[bool] = False
+    inexact: ClassVar[frozenset[str]] = frozenset(OUTPUT_KINDS)
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in PRECISIONS:
@@ -69,6 +71,10 @@ class Cast(Pass):
             "over inputs rounded once to dtype; nothing else changes"
         )
 
+    def tolerance(self, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """None from end to end, where a program may amplify what an operator rounds."""
+        return torch.tensor(torch.inf)
+
     def run(self, graph: TrainingGraph) -> Report:
         assert self.dtype is not None
         low = DTYPES[self.dtype]
@@ -81,7 +87,7 @@ class Cast(Pass):
         for node in list(graph.graph.nodes):
             if node in lowered:
                 casts.lower(node)
-            elif node.op in ("call_function", "output") and not _is_conversion(node):
+            elif node.op in ("call_function", "output") and not is_cast(node):  # those read either
                 casts.raise_inputs(node, lowered)
         return Report(True, {"lowered": len(lowered), "casts": casts.count})
 
@@ -181,7 +187,7 @@ def _is_constant(node: fx.Node, low: torch.dtype) -> bool:
 
 def _is_mask(node: fx.Node) -> bool:
     """Truth values as numbers."""
-    return _is_conversion(node) and _dtype(node.all_input_nodes[0]) == torch.bool
+    return is_cast(node) and _dtype(node.all_input_nodes[0]) == torch.bool
 
 
 def _comes_from_mask(node: fx.Node) -> bool:
@@ -190,11 +196,6 @@ def _comes_from_mask(node: fx.Node) -> bool:
     if name in ("mul", "div") and len(node.all_input_nodes) == 1:
         return _comes_from_mask(node.all_input_nodes[0])
     return _is_mask(node) or name == "bernoulli"
-
-
-def _is_conversion(node: fx.Node) -> bool:
-    """A cast of the program's own: it may read either dtype."""
-    return operator_name(node) in ("convert_element_type", "_to_copy")
 
 
 def _is_movement(node: fx.Node) -> bool:

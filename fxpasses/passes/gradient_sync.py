@@ -44,6 +44,7 @@ class GradientSync(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"buckets"})
     provides: ClassVar[frozenset[str]] = frozenset({"reduced"})
     preserves_numerics: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = False  # it would find its payloads, which are buckets
 
     def __post_init__(self) -> None:
         for option, choices in (("reduce", REDUCTIONS), ("dtype", WIRE_DTYPES)):
@@ -58,6 +59,19 @@ class GradientSync(Pass):
             "|out - exact| <= (W + 1) * eps(wire dtype) * sum over ranks |g / W| (mean) or |g| (sum) "
             "+ eps(gradient dtype) * |out|, while no partial sum leaves the normal range of the wire dtype"
         )
+
+    def tolerance(self, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        ranks = local.shape[0]
+        wire = torch.finfo(TORCH_DTYPES[self.dtype] if self.dtype else local.dtype)
+        parts = local.abs().double() / (ranks if self.reduce == "mean" else 1)
+        bound = (ranks + 1) * wire.eps * parts.sum(0)
+        bound += torch.finfo(local.dtype).eps * out.abs().double()
+        tiny = max(wire.tiny, torch.finfo(local.dtype).tiny)
+        normal = (parts.sum(0) <= wire.max) & ((parts == 0) | (parts >= tiny)).all(0)
+        return torch.where(normal, bound, torch.inf)
+
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return any("bucket" in node.meta for node in graph.walk())
 
     def run(self, graph: TrainingGraph) -> Report:
         buckets = filled_buckets(graph, self.name)

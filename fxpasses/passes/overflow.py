@@ -18,6 +18,7 @@ from torch import fx
 
 from fxpasses.graph import OVERFLOW_STATE, StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass, Report
+from fxpasses.precision import CLEAR, class_of
 from fxpasses.rewrite import Provenance, splice
 
 
@@ -28,16 +29,21 @@ class Overflow(Pass):
     name: ClassVar[str] = "overflow"
     stage: ClassVar[str] = "backward"
 
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return any(_may_overflow(gradient.node) for gradient in graph.gradients())
+
     def run(self, graph: TrainingGraph) -> Report:
-        found = dict.fromkeys(_whole(g.node) for g in graph.gradients())
-        nodes = [n for n in found if n.meta["val"].is_floating_point() and n.meta["val"].numel()]
+        checked = dict.fromkeys(_whole(g.node) for g in graph.gradients() if _may_overflow(g.node))
+        nodes = list(checked)
         if not nodes:
             return Report(changed=False)
         spec = StateSpec(OVERFLOW_STATE, "", (), torch.float32, nodes[0].meta["val"].device)
         flag = splice(
             graph,
             graph.output_node,
-            lambda old, xs: torch.stack([old, *((~x.isfinite()).any().float() for x in xs)]).amax(),
+            lambda old, xs: torch.stack(
+                [old, *((~_is_finite(x)).any().float() for x in xs)]
+            ).amax(),
             graph.add_state(spec),
             nodes,
             name="overflow",
@@ -47,11 +53,21 @@ class Overflow(Pass):
         return Report(True, {"checked": len(nodes)})
 
 
+def _is_finite(x: torch.Tensor) -> torch.Tensor:
+    # torch's own way for complex numbers is not functional.
+    return x.real.isfinite() & x.imag.isfinite() if x.is_complex() else x.isfinite()
+
+
+def _may_overflow(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return bool(value.numel()) and (value.is_floating_point() or value.is_complex())
+
+
 def _whole(node: fx.Node) -> fx.Node:
     """The reduced bucket that a gradient is a part of: one check for all of its gradients. Else itself."""
     source = node
     while "reduced_bucket" not in source.meta:
-        if len(source.all_input_nodes) != 1:
+        if len(source.all_input_nodes) != 1 or class_of(source) != CLEAR:
             return node
         (source,) = source.all_input_nodes
     return source

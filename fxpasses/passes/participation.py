@@ -41,6 +41,9 @@ class Participation(Pass):
     stage: ClassVar[str] = "backward"
     provides: ClassVar[frozenset[str]] = frozenset({"participation"})
 
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return self.layout is not None or len(tangent_sets(graph, tangents_reaching(graph))) > 1
+
     def run(self, graph: TrainingGraph) -> Report:
         if any("bucket" in node.meta for node in graph.walk()):
             raise ValueError(

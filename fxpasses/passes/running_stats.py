@@ -41,6 +41,9 @@ class RunningStats(Pass):
     name: ClassVar[str] = "running_stats"
     stage: ClassVar[str] = "backward"
 
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return any(spec.dtype.is_floating_point for spec in graph.written_buffers)
+
     def run(self, graph: TrainingGraph) -> Report:
         specs = [s for s in graph.written_buffers if s.dtype.is_floating_point]
         groups = [list(g) for _, g in itertools.groupby(sorted(specs, key=_form), key=_form)]

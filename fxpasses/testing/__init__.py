@@ -22,7 +22,6 @@ _HOME = {
     "OracleFailure": "fxpasses.testing.oracles",
     "Program": "fxpasses.testing.program",
     "Run": "fxpasses.testing.oracles",
-    "Statement": "fxpasses.testing.statements",
     "Step": "fxpasses.testing.synthetic",
     "World": "fxpasses.testing.world",
     "WorldError": "fxpasses.testing.world",
@@ -32,7 +31,6 @@ _HOME = {
     "property_test": "fxpasses.testing.check",
     "random_inputs": "fxpasses.testing.values",
     "run_world": "fxpasses.testing.world",
-    "state": "fxpasses.testing.statements",
 }
 __all__ = sorted([*_HOME, "Captured", "capture", "exported"])
 
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
     from fxpasses.testing.oracles import Run as Run
     from fxpasses.testing.program import Layer as Layer
     from fxpasses.testing.program import Program as Program
-    from fxpasses.testing.statements import Statement as Statement
-    from fxpasses.testing.statements import state as state
     from fxpasses.testing.strategies import gradient_graphs as gradient_graphs
     from fxpasses.testing.strategies import programs as programs
     from fxpasses.testing.synthetic import GradientGraph as GradientGraph

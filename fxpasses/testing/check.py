@@ -37,7 +37,7 @@ def check_pass(
     oracles: Iterable[Oracle] = (),
     graphs: st.SearchStrategy[Any] | None = None,
 ) -> None:
-    """Prove a pass on drawn graphs and programs; call it from a test.
+    """Prove a pass on drawn graphs and programs, by what it says of itself; call it from a test.
 
         def test_clipping():
             check_pass(ClipGradients(limit=0.5))
@@ -57,11 +57,8 @@ def check_pass(
     current = subject() if isinstance(subject, type) else subject
     every = (*ORACLES, *oracles)
     wanted = count_of_examples(examples)
-    if current.stage == "backward":
-        drawn = gradient_graphs() if graphs is None else graphs
-        _search(current, drawn, wanted, every)
-    share = EXAMPLES_TO_A_PROGRAM if current.stage == "backward" else EXAMPLES_TO_A_PROGRAM // 5
-    count = max(wanted // share, 1) if programs is None else programs
+    _search(current, gradient_graphs() if graphs is None else graphs, wanted, every)
+    count = max(wanted // EXAMPLES_TO_A_PROGRAM, 1) if programs is None else programs
     if count:
         _search(current, _programs(current.stage), count, every)
 

@@ -55,6 +55,9 @@ def environments(max_world: int = 8) -> st.SearchStrategy[dict[str, Any]]:
             "reduce_dtype": st.sampled_from((None, "bf16", "fp16", "fp32")),
             # MiB: everything in one bucket, each gradient in its own, and in between.
             "bucket_mb": st.sampled_from((1.0, 1e-9, 3e-5, 2e-5, 6e-5)),
+            "precision": st.sampled_from(("bf16", "fp16", "fp32")),
+            "precision_rules": st.sampled_from(("", "aten.exp=infer;m0=deny", "aten.mul=deny")),
+            "loss_scale_in_graph": st.sampled_from((256.0, "dynamic", 0.0, 3.0)),
         }
     ).map(lambda found: {**found, "group": "world", "layout": None})
 

@@ -1,9 +1,10 @@
 """Gradient graphs as plain data: a few tangents, operators between them, and which values are gradients.
 
 Far cheaper than capturing a program (milliseconds), and free to be odd: one node that is the gradient of two
-parameters, a tangent that is one itself, gradients that are empty, 0-dim, expanded or strided. Every list of
-numbers is a graph: a step that does not fit its arguments becomes a negation, so that shrinking never leaves
-the valid ones.
+parameters, a tangent that is one itself, gradients that are empty, 0-dim, expanded or strided. As in every
+backward, tangents that are twice as large make values that are twice as large, or that don't depend on them.
+Every list of numbers is a graph: a step that does not fit its arguments becomes a negation, so that shrinking
+never leaves the valid ones.
 """
 
 from __future__ import annotations
@@ -92,12 +93,25 @@ class GradientGraph:
 
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+_NEGATION: Call = (aten.neg.default, ("a",), {})
 
 
-def _calls(step: Step, a: torch.Tensor, b: torch.Tensor) -> list[Call]:
-    """Operators of a step, on `"a"`, `"b"` and `"_"` (what the operator before made)."""
-    calls = _STEPS[step.operator](a, b)
-    return calls or [(aten.neg.default, ("a",), {})]
+def _degree(operator: str, a: int, b: int) -> int | None:
+    """Of a step's result: 1 if it grows with the tangents as they do, 0 if it does not depend on them; None
+    if neither.
+
+    Args:
+        a, b: the degrees of its arguments.
+    """
+    if operator in ("mul", "product"):
+        return a + b if a + b < 2 else None
+    if operator in ("add", "where", "cat"):
+        return a if a == b else None
+    if operator in ("sin", "exp", "large"):
+        return None if a else 0
+    if operator == "mask":
+        return None if a else b
+    return a
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -106,6 +120,28 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _cast(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], list[Call]]:
     return lambda a, b: [(aten._to_copy.default, ("a",), {"dtype": dtype})]
+
+
+def _mask(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """The elements of `b` where `a` is large enough, by a mask of numbers as dropout has it."""
+    as_numbers = (aten._to_copy.default, ("_",), {"dtype": b.dtype})
+    product: Call = (aten.mul.Tensor, ("_", "b"), {})
+    return [(aten.gt.Scalar, ("a", 0.1), {}), as_numbers, product] if _alike(a, b) else []
+
+
+def _scaled(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    constant: Call = (aten.full.default, ([], 0.5), {"dtype": a.dtype})
+    return [constant, (aten.mul.Tensor, ("a", "_"), {})]
+
+
+def _halves(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """The sum of each half, added up."""
+    if not a.dim() or a.shape[0] < 2:
+        return []
+    calls: list[Call] = [(aten.split.Tensor, ("a", a.shape[0] // 2), {})]
+    for half in (0, 1):
+        calls += [("getitem", ("_0", half), {}), (aten.sum.default, ("_",), {})]
+    return [*calls, (aten.add.Tensor, ("_2", "_4"), {})]
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
@@ -118,9 +154,21 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
 
 
 _STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], list[Call]]] = {
-    "neg": lambda a, b: [],
+    "neg": lambda a, b: [_NEGATION],
     "double": lambda a, b: [(aten.mul.Tensor, ("a", 2), {})],
     "sin": lambda a, b: [(aten.sin.default, ("a",), {})],
+    "exp": lambda a, b: [(aten.exp.default, ("a",), {})],
+    "large": lambda a, b: [(aten.add.Tensor, ("a", 1e5), {})],
+    "relu": lambda a, b: [(aten.relu.default, ("a",), {})],
+    "scaled": _scaled,
+    "mask": _mask,
+    "where": lambda a, b: (
+        [(aten.gt.Scalar, ("a", 0), {}), (aten.where.self, ("_", "a", "b"), {})]
+        if _alike(a, b)
+        else []
+    ),
+    "cat": lambda a, b: [(aten.cat.default, (["a", "b"],), {})] if a.dim() and _alike(a, b) else [],
+    "halves": _halves,
     "add": lambda a, b: [(aten.add.Tensor, ("a", "b"), {})] if _alike(a, b) else [],
     "mul": lambda a, b: [(aten.mul.Tensor, ("a", "b"), {})] if _alike(a, b) else [],
     "product": _product,
@@ -136,13 +184,15 @@ _STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], list[Call]]] = {
     "bfloat16": _cast(torch.bfloat16),
     "float32": _cast(torch.float32),
     "float64": _cast(torch.float64),
+    "complex64": _cast(torch.complex64),
     "max": lambda a, b: (
         [(aten.max.dim, ("a", 0), {}), ("getitem", ("_", 0), {})]
         if a.dim() and a.shape[0] and a.numel()
         else []
     ),
 }
-OPERATORS = tuple(_STEPS)
+# Complex values are for who asks for them: few operators take them.
+OPERATORS = tuple(name for name in _STEPS if name != "complex64")
 
 
 class _Builder:
@@ -151,11 +201,13 @@ class _Builder:
         self.mode = FakeTensorMode()
         self.graph = fx.Graph()
         self.values: list[fx.Node] = []
+        self.degrees: dict[fx.Node, int] = {}
 
     def build(self) -> TrainingGraph:
         for kind, leaves in (("tangent", self.spec.tangents), ("saved", self.spec.saved)):
             for position, leaf in enumerate(leaves):
                 self.values.append(self._placeholder(f"{kind}s_{position}", kind, leaf))
+                self.degrees[self.values[-1]] = int(kind == "tangent")
         for step in self.spec.steps:
             self.values.append(self._step(step))
         values, roles = zip(*self._outputs(), strict=True) if self._outputs() else ((), ())
@@ -174,19 +226,23 @@ class _Builder:
         return self.values[position % len(self.values)]
 
     def _step(self, step: Step) -> fx.Node:
-        named = {"a": self._pick(step.a), "b": self._pick(step.b)}
-        for target, args, kwargs in _calls(step, named["a"].meta["val"], named["b"].meta["val"]):
-            named["_"] = self._call(
-                target, [named.get(x, x) if isinstance(x, str) else x for x in args], kwargs
-            )
+        a, b = self._pick(step.a), self._pick(step.b)
+        degree = _degree(step.operator, self.degrees[a], self.degrees[b])
+        calls = _STEPS[step.operator](a.meta["val"], b.meta["val"])
+        if not calls or degree is None:
+            calls, degree = [_NEGATION], self.degrees[a]
+        named = {"a": a, "b": b}
+        for position, (target, args, kwargs) in enumerate(calls):
+            filled = fx.node.map_aggregate(args, lambda x: named[x] if isinstance(x, str) else x)
+            named["_"] = named[f"_{position}"] = self._call(target, filled, kwargs)
+        self.degrees[named["_"]] = degree
         return named["_"]
 
-    def _call(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    def _call(self, target: Any, args: Any, kwargs: dict[str, Any]) -> fx.Node:
         function = operator.getitem if target == "getitem" else target
-        node = self.graph.call_function(function, tuple(args), kwargs)
+        node = self.graph.call_function(function, args, kwargs)
         with self.mode:
-            values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in args]
-            node.meta["val"] = function(*values, **kwargs)
+            node.meta["val"] = function(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
         return node
 
     def _outputs(self) -> list[tuple[fx.Node | None, Role]]:

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from fxpasses.graph import Role, TrainingGraph
+from fxpasses.graph import SCALE_STATE, Role, TrainingGraph
 
 
 def random_inputs(graph: TrainingGraph, seed: int = 0) -> list[Any]:
     """Real inputs in the layouts of the fake ones.
 
-    Floats are normally distributed, masks drawn, and other integers zero, since they may be positions. A
-    size that is not known takes the value that it had when the graph was traced. What an input is given
-    depends on its role alone, so two graphs that share inputs get the same values for them.
+    Floats are normally distributed, masks drawn, and other integers zero, since they may be positions; a loss
+    scale is a power of two. A size that is not known takes the value that it had when the graph was traced.
+    What an input is given depends on its role alone, so two graphs that share inputs get the same values for
+    them.
     """
     return [_value(node.meta["val"], role, seed) for node, role in graph.inputs()]
 
@@ -29,7 +30,9 @@ def _value(fake: Any, role: Role, seed: int) -> Any:
     # An expanded tensor holds fewer elements than it shows: what is drawn goes to its memory.
     kept = [1 if t == 0 and s else s for s, t in zip(shape, stride, strict=True)]
     memory = real.as_strided(kept, stride)
-    if fake.dtype.is_floating_point or fake.dtype.is_complex:
+    if role.kind == "state" and role.name.startswith(f"{SCALE_STATE}/"):
+        memory.fill_(2.0 ** int(torch.randint(9, (), generator=generator)))
+    elif fake.dtype.is_floating_point or fake.dtype.is_complex:
         memory.copy_(torch.randn(kept, generator=generator, dtype=torch.float64))
     elif fake.dtype is torch.bool:
         memory.copy_(torch.randint(2, kept, generator=generator))

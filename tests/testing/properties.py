@@ -17,10 +17,13 @@ from torch import fx
 
 from fxpasses.distributed.plans import Form, Union
 from fxpasses.effects import is_launch, is_wait
-from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph
+from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
+from fxpasses.passes.cast import Cast
 from fxpasses.passes.gradient_sync import GradientSync
+from fxpasses.passes.loss_scale import LossScaling
+from fxpasses.passes.overflow import Overflow
 from fxpasses.passes.participation import Participation
 from fxpasses.passes.running_stats import RunningStats
 from fxpasses.rewrite import Provenance, model_line, splice
@@ -37,6 +40,8 @@ from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step, param
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
+from tests.testing.casts import casts_as_promised
+from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -262,6 +267,8 @@ def participation_as_promised(run: Run) -> None:
     """The first collective sums one float for each gradient, or each agreed parameter."""
     current, graph = run.current, run.after
     assert isinstance(current, Participation)
+    needed = _tangents_needed(run.before)
+    assert run.reports[0].changed == (len(set(needed)) > 1 or current.layout is not None)
     if not run.reports[0].changed:
         return
     launches = [n for n in graph.walk() if is_launch(n)]
@@ -270,7 +277,7 @@ def participation_as_promised(run: Run) -> None:
     assert next(iter(graph.walk())) is launches[0], "the flags are not sent first"
     assert waits[0].next is graph.output_node, "the flags are not awaited last"
     ((node, role),) = [x for x in graph.inputs("state") if x[1].name.startswith("participation/")]
-    flags = _of_tangents(run.before) if current.layout is None else len(current.layout)
+    flags = len(needed if current.layout is None else current.layout)
     assert node.meta["state"] == StateSpec(
         "participation", "", (flags,), torch.float32, torch.device("cpu")
     )
@@ -292,16 +299,12 @@ def participation_as_promised(run: Run) -> None:
         torch.testing.assert_close(row[at], expected)
 
 
-def _of_tangents(graph: TrainingGraph) -> int:
-    found = 0
-    for _, node, _ in graph.outputs("gradient") + graph.outputs("input_gradient"):
-        seen, pending = set(), [node] if node is not None else []
-        while pending:
-            at = pending.pop()
-            pending += [n for n in at.all_input_nodes if n not in seen]
-            seen.add(at)
-        found += any(n.op == "placeholder" and n.meta["role"].kind == "tangent" for n in seen)
-    return found
+def _tangents_needed(graph: TrainingGraph) -> list[frozenset[fx.Node]]:
+    """For each gradient that depends on tangents, those."""
+    tangents = {n for n, _ in graph.inputs("tangent")}
+    outputs = graph.outputs("gradient") + graph.outputs("input_gradient")
+    found = [frozenset(ancestors([n]) & tangents) for _, n, _ in outputs if n is not None]
+    return [needed for needed in found if needed]
 
 
 def statistics_as_promised(run: Run) -> None:
@@ -730,9 +733,12 @@ def layouts(examples: int) -> None:
 
 
 OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
+    "cast": (Cast(), (casts_as_promised, no_leftovers)),
     "bucketing": (Bucketing(), (buckets_as_promised, no_leftovers)),
     "participation": (Participation(), (participation_as_promised, no_leftovers)),
     "running_stats": (RunningStats(), (statistics_as_promised, no_leftovers)),
+    "loss_scale": (LossScaling(), (scaled_as_promised, no_leftovers)),
+    "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean)),
     "gradient_sync_at_once": (
         GradientSync(overlap=False),

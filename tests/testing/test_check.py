@@ -6,13 +6,14 @@ import dataclasses
 from typing import ClassVar
 
 import pytest
+import torch
 
 from fxpasses.passes.base import Pass, Report
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
-from fxpasses.testing import OracleFailure, Statement, check_pass, property_test, state
+from fxpasses.testing import OracleFailure, check_pass, property_test
 from fxpasses.testing.check import count_of_examples, prerequisites
-from fxpasses.testing.statements import statement_of
+from tests.graphs import add_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +95,43 @@ def test_how_many_examples(monkeypatch):
         count_of_examples()
 
 
-def test_statements(monkeypatch):
-    from fxpasses.testing import statements
+class AlwaysWorks(Nothing):
+    def has_work(self, graph):
+        return True
 
-    monkeypatch.setattr(statements, "_stated", dict(statements._stated))
-    assert statement_of(Nothing()) == Statement()
-    state("nothing", Statement(idempotent=False))
-    assert not statement_of(Nothing()).idempotent
 
-    class Says(Nothing):
-        idempotent = True
+def test_what_a_pass_says_of_itself_is_held_against_it():
+    with pytest.raises(OracleFailure, match="has_work is True, but the graph is as it was"):
+        check_pass(AlwaysWorks, examples=1, programs=0)
 
-    assert statement_of(Says()).idempotent
-    assert not statement_of(GradientSync()).idempotent
+
+class Rounding(Nothing):
+    preserves_numerics: ClassVar[bool] = False
+
+    def run(self, graph):
+        for index, node, role in graph.outputs():
+            if role.kind in ("gradient", "input_gradient") and node is not None:
+                graph.set_output(index, add_call(graph, torch.ops.aten.round.default, node))
+        return Report(changed=any(node is not None for _, node, _ in graph.outputs()))
+
+
+def test_a_pass_that_changes_numerics_states_by_how_much():
+    with pytest.raises(NotImplementedError, match="'nothing' changes numerics: define `tolerance"):
+        check_pass(Rounding, examples=50, programs=0)
+
+
+class RoundsInputs(Rounding):
+    inexact: ClassVar[frozenset[str]] = frozenset({"input_gradient"})
+
+    def tolerance(self, local, out):
+        return torch.tensor(0.5)
+
+
+class RoundsAll(RoundsInputs):
+    inexact: ClassVar[frozenset[str]] = frozenset({"gradient", "input_gradient"})
+
+
+def test_a_tolerance_is_for_the_outputs_that_the_pass_names():
+    check_pass(RoundsAll, examples=50, programs=0)
+    with pytest.raises(OracleFailure, match=r"results_right.*\(gradient 'layer0.weight'\)"):
+        check_pass(RoundsInputs, examples=50, programs=0)

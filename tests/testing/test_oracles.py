@@ -340,14 +340,6 @@ def test_an_order_that_matters_is_found():
     assert orders_agree([Bad(times), Other(times)], GRAPH.build(), 2) == 2
 
 
-def test_a_pass_without_a_tolerance_is_told_to_state_one():
-    class Silent(BadReducer):
-        tolerance = None
-
-    with pytest.raises(OracleFailure, match="define `tolerance"):
-        check_run(Silent(reduce_with("sum", 3.0)), GRAPH, ENVIRONMENT)
-
-
 def test_messages_name_the_node_and_the_role():
     with pytest.raises(
         OracleFailure, match=r"node 'new_mul': output 0 \(gradient 'layer0.weight'\) on rank 0 of 3"

@@ -3,7 +3,7 @@
 import pytest
 
 from fxpasses.testing.check import count_of_examples
-from tests.testing import properties
+from tests.testing import casts, properties, scaling
 
 FEW = count_of_examples(30)
 
@@ -26,6 +26,7 @@ def test_pass(name):
         properties.layouts,
         properties.bucket_limits,
         properties.bucket_layouts,
+        scaling.overflow_of_buckets,
     ],
 )
 def test_several(search):
@@ -43,6 +44,8 @@ def test_several(search):
         properties.splice_tells_arguments_apart,
         properties.model_lines,
         properties.rules_refuse,
+        *casts.SINGLE,
+        *scaling.SINGLE,
     ],
 )
 def test_single(check):

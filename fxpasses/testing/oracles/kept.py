@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from fxpasses.effects import is_effectful
 from fxpasses.graph import TrainingGraph
@@ -95,14 +97,33 @@ def parsed(text: str) -> fx.GraphModule:
         "nan": math.nan,
     }
     exec(compile(text, "<dump>", "exec"), namespace)
-    return fx.symbolic_trace(
-        type("Dumped", (torch.nn.Module,), {"forward": namespace["forward"]})()
-    )
+    root = type("Dumped", (torch.nn.Module,), {"forward": namespace["forward"]})()
+    tracer = fx.Tracer()
+    with _RecordConstants(tracer):
+        return fx.GraphModule(root, tracer.trace(root))
+
+
+class _RecordConstants(TorchFunctionMode):
+    """Operators that read no tensor become nodes as well; tracing by itself would run them."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        traced = any(isinstance(leaf, fx.Proxy) for leaf in leaves)
+        if traced or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs or {})
+        return self._tracer.create_proxy("call_function", func, args, kwargs or {})
 
 
 def memory_kept(run: Run) -> None:
     """What the graph writes and shares stays so: inputs keep their values unless they were written before,
-    and outputs share memory with each other, or with an input, only if they did before.
+    and outputs share memory with each other, or with an input, only if they did before. Gradients, and what
+    a pass may change, need not share it any longer.
     """
     was_written, was_shared = _memory(run.before, run.seed)
     now_written, now_shared = _memory(run.after, run.seed)
@@ -114,7 +135,7 @@ def memory_kept(run: Run) -> None:
     gone = {
         pair
         for pair in was_shared - now_shared
-        if not any(kinds.get(x) == "gradient" for x in pair)
+        if not any(kinds.get(x) in {"gradient", *run.current.inexact} for x in pair)
     }
     added = {pair for pair in now_shared - was_shared if not any(x[0] == "state" for x in pair)}
     if added or gone:

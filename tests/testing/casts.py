@@ -1,0 +1,256 @@
+"""What `cast` promises: which operators run low, what they read, and that no cast is there for nothing.
+
+Its bound is one for each operator (over inputs rounded once), so what is proved is the form of the graph: the
+same operators, on the same values, in the dtypes that the table of operators calls for.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpasses.graph import TrainingGraph
+from fxpasses.passes.cast import Cast
+from fxpasses.precision import TABLE
+from fxpasses.rewrite import Provenance, model_line
+from fxpasses.testing.oracles import Run
+from fxpasses.testing.oracles.base import run_pass
+from fxpasses.testing.program import Layer, Program
+from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CASTS = ("_to_copy", "convert_element_type")
+# Statistics of attention: fp32 also where the operator runs low.
+STATISTICS = {"_scaled_dot_product_flash_attention_for_cpu_backward": 5}
+MAY_MIX = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
+MAY_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite")
+
+
+class Casts:
+    """A graph before and after the pass, side by side."""
+
+    def __init__(self, run: Run) -> None:
+        assert isinstance(run.current, Cast) and run.current.dtype is not None
+        self.low, self.rules = LOW[run.current.dtype], run.current.rules or ""
+        self.before = {n.name: n for n in run.before.graph.nodes}
+        self.after = {n.name: n for n in run.after.graph.nodes}
+        self.own = [self.after[n.name] for n in run.before.walk()]
+        self.made = [n for n in run.after.walk() if n.name not in self.before]
+        self.lowered = {n for n in self.own if dtype(n) != dtype(self.before[n.name])}
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """What a node of the graph read before, by what it reads now."""
+        if node.name in self.before:
+            return self.before[node.name]
+        return self.before[node.meta["provenance"].source]
+
+    def kind(self, node: fx.Node) -> str:
+        """The class of an operator, by the rules of the option, else by the table."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        modules = [path.partition(".")[2] for path, _ in stack.values()]  # L['program'].m0
+        found = TABLE.get(name(node), "deny")
+        for rule in filter(None, self.rules.split(";")):
+            pattern, kind = rule.split("=")
+            if pattern == f"aten.{name(node)}" or any(fnmatch.fnmatch(m, pattern) for m in modules):
+                found = kind
+        return found
+
+
+def name(node: fx.Node) -> str:
+    return str(
+        getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target)
+    )
+
+
+def dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    value = next(iter(value), None) if isinstance(value, list | tuple) else value
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), list | tuple)
+
+
+def is_one_number(node: fx.Node) -> bool:
+    return name(node) in ("full", "scalar_tensor") and node.meta["val"].numel() == 1
+
+
+def casts_as_promised(run: Run) -> None:
+    if run.current.dtype == "fp32":  # type: ignore[attr-defined]
+        assert not run.reports[0].changed
+        return
+    casts = Casts(run)
+    for check in (same_operators, casts_in_place, low_where_allowed, reads_right, few_casts):
+        check(casts)
+    number = [
+        n for n in casts.made if name(n) in CASTS and dtype(n.all_input_nodes[0]) != torch.bool
+    ]
+    counts = {"lowered": len(casts.lowered), "casts": len(number)}
+    assert run.reports[0].counts == (counts if casts.lowered else {}), run.reports[0]
+    fakes_true(run.after, run)
+
+
+def same_operators(casts: Casts) -> None:
+    """Each operator of the program is there, in order, on the values that it had, cast or not."""
+    for new in [*casts.own, next(n for n in casts.after.values() if n.op == "output")]:
+        old = casts.before[new.name]
+        assert new.target is old.target
+        args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: casts.origin(n).name)
+        expected = fx.map_arg((old.args, old.kwargs), lambda n: n.name)
+        assert (args, kwargs) == expected, f"{new.name} reads {args}, not {expected[0]}"
+    order = list(casts.after)
+    assert [x for x in order if x in casts.before] == list(casts.before), "operators have moved"
+
+
+def casts_in_place(casts: Casts) -> None:
+    """A cast reads the value that it says, stands right behind it, and is the only one to its dtype."""
+    order = list(casts.after.values())
+    seen = set()
+    for node in casts.made:
+        why = node.meta["provenance"]
+        source = casts.after[why.source]
+        assert why == Provenance("cast", "cast", source.name, model_line(source))
+        assert (source, dtype(node)) not in seen, f"{source.name} is cast twice to {dtype(node)}"
+        seen.add((source, dtype(node)))
+        assert dtype(node) == (torch.float32 if dtype(source) == casts.low else casts.low)
+        if name(node) in CASTS:
+            read = node.all_input_nodes[0]
+            is_mask = name(source) in CASTS and dtype(source.all_input_nodes[0]) == torch.bool
+            assert read is (source.all_input_nodes[0] if is_mask else source)
+        else:
+            assert is_one_number(source) and number(node) == number(source)
+        between = order[order.index(source) + 1 : order.index(node)]
+        assert all(n in casts.made or n.op == "placeholder" for n in between), "stands elsewhere"
+
+
+def number(node: fx.Node) -> float:
+    return node.args[1] if name(node) == "full" else node.args[0]  # type: ignore[return-value]
+
+
+def low_where_allowed(casts: Casts) -> None:
+    """What makes fp32 may be lowered, by its class; a product is, wherever the program doesn't say no."""
+    for node in casts.own:
+        old = casts.before[node.name]
+        kind, said = casts.kind(old), (old.meta.get("custom") or {}).get("precision")
+        if node in casts.lowered:
+            assert dtype(old) == torch.float32 and dtype(node) == casts.low
+            assert kind != "deny" and said != "keep", f"{node.name} is lowered"
+            assert kind != "infer" or (said != "explicit" and fits(old, casts.low))
+            if kind in ("infer", "clear"):
+                _follows_low(casts, node)
+        elif kind == "allow" and dtype(old) == torch.float32 and said != "keep":
+            raise AssertionError(f"{node.name} is a product in fp32")
+
+
+def fits(node: fx.Node, low: torch.dtype) -> bool:
+    return all(abs(a) <= torch.finfo(low).max for a in node.args if isinstance(a, float))
+
+
+def _follows_low(casts: Casts, node: fx.Node) -> None:
+    """It reads something low, and no value for the first time: but for what only moves values to products."""
+    cast_for_it = [
+        n
+        for n in node.all_input_nodes
+        if n in casts.made and dtype(n) == casts.low and not is_small(casts.origin(n))
+    ]
+    to_products = casts.kind(casts.before[node.name]) == "clear" and len(node.all_input_nodes) == 1
+    if to_products and all(user in casts.lowered for user in node.users):
+        return
+    assert not cast_for_it, f"{[n.name for n in cast_for_it]} for {node.name}, which is no product"
+
+
+def is_small(node: fx.Node) -> bool:
+    """A number, or a mask as numbers (or a multiple of one): no cast of a value."""
+    if name(node) in ("mul", "div") and len(node.all_input_nodes) == 1:
+        return is_small(node.all_input_nodes[0])
+    is_mask = name(node) in CASTS and dtype(node.all_input_nodes[0]) == torch.bool
+    return is_mask or is_one_number(node) or name(node) == "bernoulli"
+
+
+def reads_right(casts: Casts) -> None:
+    """What is lowered reads low values, but for statistics; what is not reads what it did, or widens itself."""
+    for node in casts.own:
+        old = casts.before[node.name]
+        read = [n for n in node.all_input_nodes if not is_tuple(n)]
+        if node in casts.lowered:
+            kept = old.args[STATISTICS[name(old)]].name if name(old) in STATISTICS else ""  # type: ignore[union-attr]
+            wide = [n for n in read if dtype(n) == torch.float32 and n.name != kept]
+            assert not wide or is_tuple(read[0]), f"{node.name} is low and reads {wide}"
+            assert not kept or dtype(casts.after[kept]) == torch.float32
+        elif name(node) not in CASTS:
+            changed = [n for n in read if dtype(n) != dtype(casts.origin(n))]
+            assert not changed or _widens(casts, node, changed), f"{node.name} reads {changed} low"
+
+
+def _widens(casts: Casts, node: fx.Node, changed: list[fx.Node]) -> bool:
+    """Whether it makes the same of low values as if they had been cast."""
+    if name(node) in MAY_COMPARE:
+        numbers = [a for a in node.args if isinstance(a, int | float)]
+        exact = all(torch.tensor(a, dtype=casts.low).double().item() == a for a in numbers)
+        return exact and all(dtype(n) == casts.low for n in node.all_input_nodes)
+    return name(node) in MAY_MIX and dtype(node) == torch.float32
+
+
+def few_casts(casts: Casts) -> None:
+    """Elementwise code that only leads from one low value to fp32 is not lowered, and no cast is idle."""
+    for node in casts.made:
+        assert node.users, f"{node.name} is for nothing"
+    for node in casts.lowered:
+        if casts.kind(casts.before[node.name]) == "infer" and not is_tuple(node):
+            readers = [u for u in node.users if u in casts.lowered]
+            low = [n for n in node.all_input_nodes if dtype(n) == casts.low and n in casts.own]
+            assert readers or len(low) != 1, f"{node.name} is low and only leads to fp32"
+    for node in casts.own:
+        if dtype(node) == casts.low and not is_tuple(node):
+            _parts_cast_together(casts, node)
+
+
+def _parts_cast_together(casts: Casts, node: fx.Node) -> None:
+    """Of one low value that is moved in several ways, to fp32 only, it is the value that is cast."""
+    moved = [
+        u
+        for u in node.users
+        if u in casts.lowered
+        and not is_tuple(u)
+        and casts.kind(casts.before[u.name]) == "clear"
+        and u.users
+        and not any(v in casts.lowered for v in u.users)
+    ]
+    assert len(moved) < 2, f"{moved} of {node.name} are cast one by one"
+
+
+def fakes_true(graph: TrainingGraph, run: Run) -> None:
+    """Every value has the dtype and shape that its fake one says, for those behind it go by that."""
+    from fxpasses.testing.values import random_inputs
+
+    class Checks(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value, fake = super().run_node(n), n.meta.get("val")
+            if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
+                assert (value.dtype, value.dim()) == (fake.dtype, fake.dim()), n.name
+            return value
+
+    Checks(graph.module).run(*random_inputs(graph, run.seed * 97))
+
+
+def attention_keeps_statistics() -> None:
+    """Attention runs low, forward and backward; its log-sum-exp stays fp32."""
+    for size in (1, 2):
+        program = Program((Layer("attention", size),), batch=2, width=3)
+        casts_as_promised(run_pass([Cast("bf16", "")], program.captured().joint))
+
+
+def products_of_slices() -> None:
+    """What only moves values to products is cast in front, once."""
+    spec = GradientGraph(
+        (Leaf((2, 3)),), (Step("product", 1, 1), Step("rest", 2)), (3,), saved=(Leaf((2, 3)),)
+    )
+    casts_as_promised(run_pass([Cast("fp16", "")], spec.build()))
+
+
+SINGLE: tuple[Callable[[], None], ...] = (attention_keeps_statistics, products_of_slices)
