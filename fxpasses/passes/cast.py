@@ -89,7 +89,10 @@ class Cast(Pass):
                 casts.lower(node)
             elif node.op in ("call_function", "output") and not is_cast(node):  # those read either
                 casts.raise_inputs(node, lowered)
-        return Report(True, {"lowered": len(lowered), "casts": casts.count})
+        casts.drop_replaced()
+        # Statistics that a lowered operator returns as fp32 go with it.
+        low_nodes = sum(_dtype(node) == low for node in lowered)
+        return Report(True, {"lowered": low_nodes, "casts": casts.count})
 
 
 def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]:
@@ -232,6 +235,11 @@ class _Casts:
             return
         for source in sources:
             node.replace_input_with(source, self._cast(source, torch.float32))
+
+    def drop_replaced(self) -> None:
+        """Erase the numbers and masks of which now only the low ones are read."""
+        for source in {source for source, _ in self._made if not source.users}:
+            self._graph.graph.erase_node(source)
 
     def _cast(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
         if (source, dtype) not in self._made:

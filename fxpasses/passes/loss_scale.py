@@ -82,8 +82,9 @@ class LossScaling(Pass):
         self, graph: TrainingGraph, before: fx.Node, device: torch.device
     ) -> tuple[Any, Any]:
         """The scale and its reciprocal: numbers, or nodes."""
+        assert self.scale is not None
         if self.scale != "dynamic":
-            scale = float(self.scale or 0)
+            scale = float(self.scale)
             return scale, 1.0 / scale
         state = graph.add_state(StateSpec(SCALE_STATE, "", (), torch.float32, device))
         return state, splice(

@@ -261,7 +261,7 @@ KINDS: dict[str, Callable[[int, int, int], Lines]] = {
     "scan": _scan,
 }
 # Where torch itself needs more than none: a batch of one has no variance, an empty one nothing to scan.
-SMALLEST_BATCH = {"batch_norm": 2, "scan": 1, "map": 1}
+SMALLEST_BATCH = {"batch_norm": 2, "group_norm": 2, "scan": 1, "map": 1}
 
 
 _SCRIPT = """import torch

@@ -40,7 +40,7 @@ from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step, param
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
-from tests.testing.casts import casts_as_promised
+from tests.testing.casts import casts_as_promised, low_graphs
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -747,10 +747,15 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
 }
 
 
+# Where graphs that are drawn for any pass would seldom give it something to do.
+GRAPHS = {"cast": low_graphs()}
+
+
 def holds(name: str, examples: int | None = None, programs: int | None = None) -> None:
     """One of our passes, through everything."""
     current, oracles = OWN[name]
-    check_pass(current, examples=examples, programs=programs, oracles=oracles)
+    graphs = GRAPHS.get(name)
+    check_pass(current, examples=examples, programs=programs, oracles=oracles, graphs=graphs)
 
 
 __all__ = ["OWN", "holds"]

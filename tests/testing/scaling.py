@@ -15,7 +15,8 @@ from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.loss_scale import LossScaling
 from fxpasses.passes.overflow import Overflow
 from fxpasses.pipeline import Pipeline
-from fxpasses.testing.check import check_run, run_over, settings
+from fxpasses.rewrite import Provenance
+from fxpasses.testing.check import check_run, settings
 from fxpasses.testing.oracles import ORACLES, Run
 from fxpasses.testing.oracles.base import run_pass
 from fxpasses.testing.oracles.numerics import bitwise
@@ -167,8 +168,9 @@ def low_tangents_that_are_cast() -> None:
     """A half-precision tangent that is cast first of all: it was cast down and up again, which is no valid
     graph.
     """
-    for kind in ("bfloat16", "float16"):
-        spec = GradientGraph((Leaf((2,), kind),), (Step("float32"), Step("double")), (1, 2))
+    steps = (Step("float32"), Step("double"))
+    for kind, gradients in (("bfloat16", (1,)), ("bfloat16", (1, 2)), ("float16", (2, 1))):
+        spec = GradientGraph((Leaf((2,), kind),), steps[: len(gradients)], gradients)
         check_run(LossScaling(3.0), spec, {"world": 1}, oracles=(*ORACLES, scaled_as_promised))
 
 
@@ -191,13 +193,14 @@ def whole_steps_are_refused() -> None:
 
 def overflow_as_promised(run: Run) -> None:
     """The flag stays, and is set by a gradient that is not finite, whichever input it comes from."""
+    assert isinstance(run.current, Overflow)
+    found = {g.node.name for g in run.before.gradients() if inexact(g.node.meta["val"])}
+    empty = {g.node.name for g in run.before.gradients() if not g.node.meta["val"].numel()}
+    assert run.reports[0].changed == bool(found - empty)
     if not run.reports[0].changed:
         return
-    assert isinstance(run.current, Overflow)
-    _flag_is_declared(run.after)
-    found = {g.node.name for g in run.after.gradients() if inexact(g.node.meta["val"])}
-    empty = {g.node.name for g in run.after.gradients() if not g.node.meta["val"].numel()}
     assert run.reports[0].counts == {"checked": len(found - empty)}
+    _flag_is_declared(run.after)
     _flagged_right([run.after], run.seed, 1.0)
     _flagged_right([run.after], run.seed, 0.0)
     position, poison = run.seed % len(run.before.inputs()), (INFINITY, NOT_A_NUMBER)[run.seed % 2]
@@ -209,6 +212,7 @@ def _flag_is_declared(graph: TrainingGraph) -> None:
     assert node.meta["state"] == StateSpec(OVERFLOW_STATE, "", (), torch.float32, CPU)
     ((_, flag, written),) = graph.outputs("state")
     assert written == role and flag.next is graph.output_node, "the check does not stand last"
+    assert flag.meta["provenance"] == Provenance("overflow", "check")
 
 
 def _flagged_right(
@@ -255,7 +259,7 @@ def overflow_of_buckets(examples: int) -> None:
 def complex_overflow_is_noticed() -> None:
     """A complex gradient was not looked at."""
     spec = GradientGraph((Leaf((2,)),), (Step("complex64"),), (1,))
-    overflow_as_promised(run_over(Overflow(), spec.build(), {"world": 1}))
+    check_run(Overflow(), spec, {"world": 1}, oracles=(*ORACLES, overflow_as_promised))
 
 
 def what_stands_behind_a_bucket_is_noticed() -> None:
