@@ -58,7 +58,7 @@ class Dump:
         name = previous.made_by.name if previous else "input"
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._count:02d}-{name}.py"
-        path.write_text(_text(previous, graph))
+        path.write_text(text(previous, graph))
         self._count += 1
 
 
@@ -75,7 +75,8 @@ class Clock:
         self._started = time.perf_counter()
 
 
-def _text(previous: Done | None, graph: TrainingGraph) -> str:
+def text(previous: Done | None, graph: TrainingGraph) -> str:
+    """A graph as Python, headed by the pass that made it (none: the input), its inputs and its outputs."""
     if previous is None:
         head = "# input of the pipeline"
     else:

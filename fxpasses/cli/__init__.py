@@ -7,12 +7,16 @@ import dataclasses
 import click
 
 from fxpasses import __version__
+from fxpasses.cli.dump import dump
 
 
 @click.group()
 @click.version_option(__version__)
 def main() -> None:
     """Look into the `hardened` backend of torch.compile."""
+
+
+main.add_command(dump)
 
 
 @main.command()

@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Not on first use: these bear the names of their modules, which would hide them.
+from fxpasses.exported import exported as exported
 from fxpasses.testing.capture import Captured as Captured
 from fxpasses.testing.capture import capture as capture
-from fxpasses.testing.exported import exported as exported
 
 _HOME = {
     "GradientGraph": "fxpasses.testing.synthetic",

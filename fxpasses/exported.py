@@ -1,18 +1,23 @@
-"""A `TrainingGraph` from an exported program.
+"""A `TrainingGraph` from an exported program, and back.
 
 Its signature says what each input and output is for, so the roles follow without any tracing of ours. A
 training graph's buffer updates stand first among the outputs, in the program's order.
+
+`ExportedProgram._update` is private; checked on torch 2.13.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
+from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from fxpasses.graph import Role, TrainingGraph
+from fxpasses.precision import operator_name
 
 _INPUTS = {
     InputKind.PARAMETER: "parameter",
@@ -55,6 +60,45 @@ def exported(program: ExportedProgram) -> TrainingGraph:
         for position, spec in enumerate(program.graph_signature.output_specs)
     )
     return TrainingGraph(module)
+
+
+def updated(program: ExportedProgram, graph: TrainingGraph) -> ExportedProgram:
+    """The program with what passes made of `exported(program)`; its signature keeps kinds and targets.
+
+    Raises:
+        ValueError: when a pass has added state, which only a training run holds.
+    """
+    if graph.inputs("state"):
+        names = ", ".join(role.name for _, role in graph.inputs("state"))
+        raise ValueError(f"exported program: passes added state ({names}), which a file can't hold")
+    specs = [
+        dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=node.name))
+        if isinstance(node, fx.Node)
+        else spec
+        for spec, (_, node, _) in zip(
+            program.graph_signature.output_specs, graph.outputs(), strict=True
+        )
+    ]
+    signature = dataclasses.replace(program.graph_signature, output_specs=specs)
+    graph.recompile()
+    return program._update(graph.module, signature)
+
+
+def specialisation(program: ExportedProgram) -> str:
+    """`"train"` if it does what modules do in training mode only, else `"eval"`. Export fixes this: neither
+    can be turned into the other.
+    """
+    return "train" if any(map(_trains, program.graph.nodes)) else "eval"
+
+
+def _trains(node: fx.Node) -> bool:
+    """Whether it says so itself, or drops out whole channels. (A norm without statistics always says so.)"""
+    if operator_name(node) in ("bernoulli", "_native_batch_norm_legit"):
+        return operator_name(node) == "bernoulli"
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("train") or given.get("training"))
 
 
 def output_kinds(program: ExportedProgram) -> list[tuple[str, str | None]]:

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from fxpasses import spec
-from fxpasses.testing import exported, random_inputs, run_world
-from fxpasses.testing.exported import output_kinds
+from fxpasses.exported import exported, output_kinds, specialisation, updated
+from fxpasses.graph import StateSpec
+from fxpasses.passes.cast import Cast
+from fxpasses.testing import random_inputs, run_world
 
 
 class Normed(nn.Module):
@@ -73,3 +75,32 @@ def test_an_unknown_kind_is_refused():
     done.graph_signature.output_specs[0].kind = kind
     with pytest.raises(ValueError, match="is a TOKEN"):
         exported(done)
+
+
+def test_what_passes_made_goes_back_into_the_program():
+    done = program(train=True)
+    graph = exported(done)
+    assert Cast("bf16", "").run(graph).changed
+    low = updated(done, graph)
+    assert output_kinds(low) == output_kinds(done)
+    x = torch.randn(4, 2)
+    result, expected = low.module()(x), done.module()(x)
+    assert result.dtype == expected.dtype == torch.float32 and not torch.equal(result, expected)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0.05)
+
+
+def test_state_does_not_go_into_a_program():
+    done = program(train=True)
+    graph = exported(done)
+    graph.add_state(StateSpec("memory", "x", (), torch.float32, torch.device("cpu")))
+    with pytest.raises(ValueError, match="added state \\(memory/x\\)"):
+        updated(done, graph)
+
+
+@pytest.mark.parametrize(
+    "module", [nn.BatchNorm1d(4), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU()]
+)
+@pytest.mark.parametrize("train", [True, False])
+def test_what_a_program_is_specialised_to(module, train):
+    done = torch.export.export(module.train(train), (torch.randn(4, 4),)).run_decompositions()
+    assert specialisation(done) == ("train" if train else "eval")
