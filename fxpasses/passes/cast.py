@@ -102,19 +102,18 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
     for node, kind in kinds.items():
         if kind == ALLOW or (kind in (INFER, CLEAR) and _follows(node, lowered, low)):
             lowered.add(node)
-    for node in reversed(kinds):  # what only leads to fp32 may as well compute in it
-        if kinds[node] == INFER and _only_leads_up(node, lowered):
-            sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
-            if len(sources) == 1:
-                lowered.discard(node)
-    for node in reversed(
-        kinds
-    ):  # of several that move parts of one value to fp32, the value is cast
+    for node in reversed(kinds):
         if node in lowered and not _is_tuple(node):
+            # Of several that move parts of one value to fp32, the value is cast.
             parts = [u for u in node.users if kinds.get(u) == CLEAR and _only_leads_up(u, lowered)]
             direct = any(user not in lowered for user in node.users)
             if sum(map(_parts_of, parts)) + direct > 1:
                 lowered.difference_update(parts, *(p.users for p in parts if _is_tuple(p)))
+        if kinds[node] == INFER and _only_leads_up(node, lowered):
+            # What only leads to fp32 may as well compute in it.
+            sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
+            if len(sources) == 1:
+                lowered.discard(node)
     for node in reversed(kinds):  # what only moves values to products: cast in front of it, once
         moves = kinds[node] == CLEAR and _is_movement(node)
         if moves and node.users and all(user in lowered for user in node.users):

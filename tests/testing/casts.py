@@ -22,7 +22,8 @@ from fxpasses.rewrite import Provenance, model_line
 from fxpasses.testing.capture import capture
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.oracles.base import run_pass
-from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
+from fxpasses.testing.oracles.kept import no_dead_code
+from fxpasses.testing.synthetic import OPERATORS, GradientGraph, Leaf, Step
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("_to_copy", "convert_element_type")
@@ -196,30 +197,73 @@ def reads_right(casts: Casts) -> None:
             assert not kept or dtype(casts.after[kept]) == torch.float32
         elif name(node) not in CASTS:
             changed = [n for n in read if dtype(n) != dtype(casts.origin(n))]
-            assert not changed or _widens(casts, node, changed), f"{node.name} reads {changed} low"
+            assert not changed or _widens(casts, node), f"{node.name} reads {changed} low"
 
 
-def _widens(casts: Casts, node: fx.Node, changed: list[fx.Node]) -> bool:
+def _widens(casts: Casts, node: fx.Node) -> bool:
     """Whether it makes the same of low values as if they had been cast."""
     if name(node) in MAY_COMPARE:
-        numbers = [a for a in node.args if isinstance(a, int | float)]
-        exact = all(torch.tensor(a, dtype=casts.low).double().item() == a for a in numbers)
-        return exact and all(dtype(n) == casts.low for n in node.all_input_nodes)
+        return _compares_exactly(casts, node) and all(
+            dtype(n) == casts.low for n in node.all_input_nodes
+        )
     return name(node) in MAY_MIX and dtype(node) == torch.float32
 
 
+def _compares_exactly(casts: Casts, node: fx.Node) -> bool:
+    numbers = [a for a in node.args if isinstance(a, int | float)]
+    return all(torch.tensor(a, dtype=casts.low).double().item() == a for a in numbers)
+
+
 def few_casts(casts: Casts) -> None:
-    """Elementwise code that only leads from one low value to fp32 is not lowered, and no cast is idle."""
+    """No cast is idle, and none could be spared: see below."""
     for node in casts.made:
         assert node.users, f"{node.name} is for nothing"
-    for node in casts.lowered:
-        if casts.kind(casts.before[node.name]) == "infer" and not is_tuple(node):
+    for node in casts.own:
+        kind = casts.kind(casts.before[node.name])
+        if node in casts.lowered and kind == "infer" and not is_tuple(node):
             readers = [u for u in node.users if u in casts.lowered]
             low = [n for n in node.all_input_nodes if dtype(n) == casts.low and n in casts.own]
             assert readers or len(low) != 1, f"{node.name} is low and only leads to fp32"
-    for node in casts.own:
         if dtype(node) == casts.low and not is_tuple(node):
             _parts_cast_together(casts, node)
+        if dtype(node) == torch.float32 and kind in ("infer", "clear") and not is_tuple(node):
+            _not_up_and_down(casts, node, kind)
+        _no_cast_to_mix(casts, node)
+
+
+def _not_up_and_down(casts: Casts, node: fx.Node, kind: str) -> None:
+    """What reads low values only does not stand in fp32 between two casts; what moves one value to products
+    only does not stand in front of the cast.
+    """
+    said = (node.meta.get("custom") or {}).get("precision")
+    if said == "keep" or is_small(node) or not fits(node, casts.low):
+        return
+    down = [n for n in casts.made if n.meta["provenance"].source == node.name]
+    down = [n for n in down if dtype(n) == casts.low]
+    values = [n for n in node.all_input_nodes if not is_small(casts.origin(n))]
+    values = [n for n in values if dtype(n) in (torch.float32, casts.low)]
+    origins = [casts.after.get(casts.origin(n).name) for n in values]
+    all_low = bool(values) and all(n is not None and dtype(n) == casts.low for n in origins)
+    if said != "explicit" or kind == "clear":
+        assert not (down and all_low), f"{node.name} stands between casts"
+    only_down = all(user in down for user in node.users)
+    moves = kind == "clear" and len(node.all_input_nodes) == 1 and name(node) != "getitem"
+    assert not (moves and down and only_down), f"{node.name} is cast behind what moves it"
+
+
+def _no_cast_to_mix(casts: Casts, node: fx.Node) -> None:
+    """An operator that widens low values by itself is given no casts."""
+    up = [n for n in node.all_input_nodes if n in casts.made and dtype(n) == torch.float32]
+    if not up or node in casts.lowered:
+        return
+    if name(node) in MAY_COMPARE:
+        low = all(
+            dtype(casts.after[casts.origin(n).name]) == casts.low for n in node.all_input_nodes
+        )
+        assert not (low and _compares_exactly(casts, node)), f"{up} for a comparison"
+    if name(node) in MAY_MIX:
+        others = [n for n in node.all_input_nodes if n not in up and dtype(n) == torch.float32]
+        assert not any(n.meta["val"].dim() for n in others), f"{up} for {node.name}, which widens"
 
 
 def _parts_cast_together(casts: Casts, node: fx.Node) -> None:
@@ -305,16 +349,30 @@ def what_the_program_says_stays() -> None:
     }
 
 
-def products_of_slices() -> None:
-    """What only moves values to products is cast in front, once."""
-    spec = GradientGraph(
-        (Leaf((2, 3)),), (Step("product", 1, 1), Step("rest", 2)), (3,), saved=(Leaf((2, 3)),)
-    )
-    casts_as_promised(run_pass([Cast("fp16", "")], spec.build()))
+def what_stands_around_products() -> None:
+    """Each operator between a product and another, or exponentials, or both."""
+    product = Step("product", -1, -1)
+    follow = {
+        "product": (product,),
+        "exp": (Step("exp", -1),),
+        "both": (Step("exp", -1), Step("product", -2, -2)),
+        "parts": (Step("rest", -1), Step("exp", -1), Step("transpose", -3), Step("exp", -1)),
+        "mixed": (Step("add", -1, 0), product),
+    }
+    for operator in OPERATORS:
+        for steps in follow.values():
+            for other in (-1, -2, 0):
+                between = (product, Step(operator, -1, other), *steps)
+                gradients = tuple(range(-len(steps), 0))
+                spec = GradientGraph((), between, gradients, saved=(Leaf((2, 2)),) * 2)
+                for current in (Cast("bf16", ""), Cast("fp16", "aten.exp=infer;aten.relu=deny")):
+                    run = run_pass([current], spec.build())
+                    casts_as_promised(run)
+                    no_dead_code(run)
 
 
 SINGLE: tuple[Callable[[], None], ...] = (
     attention_keeps_statistics,
     what_the_program_says_stays,
-    products_of_slices,
+    what_stands_around_products,
 )
