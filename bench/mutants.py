@@ -340,24 +340,31 @@ def main() -> int:
 def _report(mutants: list[Mutant], options: argparse.Namespace) -> int:
     _import_what_is_slow()
     counted = [m for m in mutants if m.name not in EQUIVALENT]
-    survivors: list[str] = []
+    survivors: list[Mutant] = []
     for mutant, why in run_all(counted, options.jobs, options.examples, options.timeout):
         if why == "SURVIVED":
-            survivors.append(mutant.name)
+            survivors.append(mutant)
         print(f"{'survived' if why == 'SURVIVED' else 'killed  '} {mutant.name}", flush=True)
         if why != "SURVIVED":
             print(f"             {why}", flush=True)
     for mutant in mutants:
         if mutant.name in EQUIVALENT:
             print(f"equivalent {mutant.name}\n             {EQUIVALENT[mutant.name]}")
-    killed = len(counted) - len(survivors)
-    print(
-        f"\n{killed} of {len(counted)} mutants killed ({100 * killed / max(len(counted), 1):.1f} %), ",
-        end="",
+    print("\n" + "\n".join(f"survived: {m.name}" for m in survivors))
+    print(f"\n{'module':16}{'mutants':>8}{'killed':>8}{'equivalent':>12}")
+    modules = list(dict.fromkeys(m.module for m in mutants))
+    for module in [*modules, "all"]:
+        print(_row(module, mutants, counted, survivors))
+    return 0 if len(survivors) <= 0.05 * len(counted) else 1
+
+
+def _row(module: str, mutants: list[Mutant], counted: list[Mutant], survivors: list[Mutant]) -> str:
+    """A module's line of the table: those that count, how many of them are killed, and those that don't."""
+    whole, tried, alive = (
+        sum(module in (m.module, "all") for m in group) for group in (mutants, counted, survivors)
     )
-    print(f"{len(mutants) - len(counted)} equivalent")
-    print("\n".join(f"survived: {name}" for name in survivors))
-    return 0 if killed >= 0.95 * len(counted) else 1
+    percent = f"{100 * (tried - alive) / max(tried, 1):.1f} %"
+    return f"{module:16}{tried:8}{percent:>8}{whole - tried:12}"
 
 
 if __name__ == "__main__":
