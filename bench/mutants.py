@@ -14,6 +14,7 @@ import dataclasses
 import importlib.abc
 import importlib.util
 import os
+import re
 import select
 import signal
 import sys
@@ -46,6 +47,11 @@ class Mutant:
     module: str
     name: str
     source: str
+
+    @property
+    def reason(self) -> str | None:
+        """Why no test can tell it from the original, if that is known; whatever the line it stands in."""
+        return EQUIVALENT.get(re.sub(r":\d+", "", self.name, count=1))
 
 
 def source_of(module: str) -> str:
@@ -339,7 +345,7 @@ def main() -> int:
 
 def _report(mutants: list[Mutant], options: argparse.Namespace) -> int:
     _import_what_is_slow()
-    counted = [m for m in mutants if m.name not in EQUIVALENT]
+    counted = [m for m in mutants if m.reason is None]
     survivors: list[Mutant] = []
     for mutant, why in run_all(counted, options.jobs, options.examples, options.timeout):
         if why == "SURVIVED":
@@ -348,8 +354,8 @@ def _report(mutants: list[Mutant], options: argparse.Namespace) -> int:
         if why != "SURVIVED":
             print(f"             {why}", flush=True)
     for mutant in mutants:
-        if mutant.name in EQUIVALENT:
-            print(f"equivalent {mutant.name}\n             {EQUIVALENT[mutant.name]}")
+        if mutant.reason is not None:
+            print(f"equivalent {mutant.name}\n             {mutant.reason}")
     print("\n" + "\n".join(f"survived: {m.name}" for m in survivors))
     print(f"\n{'module':16}{'mutants':>8}{'killed':>8}{'equivalent':>12}")
     modules = list(dict.fromkeys(m.module for m in mutants))

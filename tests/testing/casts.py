@@ -133,6 +133,8 @@ def casts_in_place(casts: Casts) -> None:
         if name(node) in CASTS:
             read = source.all_input_nodes[0] if is_mask(source) else source
             assert node.all_input_nodes[0].name == read.name
+            fits_low = is_one_number(source) and abs(number(source)) <= torch.finfo(casts.low).max
+            assert not fits_low, f"{source.name} is a number, and cast"
         else:
             assert is_one_number(source) and number(node) == number(source)
         if source.name in casts.after:
