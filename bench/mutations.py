@@ -9,16 +9,16 @@ from __future__ import annotations
 WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     # gradient_sync
     ("gradient_sync", "no wait", "torch.ops._c10d_functional.wait_tensor(x).to(", "x.to("),
-    ("gradient_sync", "no division", "x / world if self.reduce", "x if self.reduce"),
+    ("gradient_sync", "no division", "(own, wire)) / world", "(own, wire))"),
     ("gradient_sync", "divides for the sum", 'self.reduce == "mean" and world > 1', "world > 1"),
-    ("gradient_sync", "divides by one less", "x / world if", "x / (world - 1) if"),
+    ("gradient_sync", "divides by one less", "(own, wire)) / world", "(own, wire)) / (world - 1)"),
     (
         "gradient_sync",
         "divides behind the cast",
         "x = x.to(torch.promote_types(own, wire))",
         "x = x.to(wire)",
     ),
-    ("gradient_sync", "divides twice", "(x / world if", "(x / world / world if"),
+    ("gradient_sync", "divides twice", "(own, wire)) / world", "(own, wire)) / world / world"),
     (
         "gradient_sync",
         "reduces by avg",
@@ -179,7 +179,7 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "bucketing",
         "buckets at the end",
-        "places = [graph.behind(node) for node in _last_gradients(graph, groups)]",
+        "places = [graph.behind(group[-1].node) for group in groups]",
         "places = [graph.output_node for _ in groups]",
     ),
     (
@@ -221,9 +221,9 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     ("bucketing", "MiB are MB", "self.mb * 2**20", "self.mb * 10**6"),
     (
         "bucketing",
-        "place of the own last gradient only",
-        "max(lasts[: i + 1], key=lambda n: positions[n])",
-        "lasts[i]",
+        "behind the first gradient",
+        "places = [graph.behind(group[-1].node)",
+        "places = [graph.behind(group[0].node)",
     ),
     (
         "bucketing",
@@ -287,7 +287,7 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     # running_stats
     ("running_stats", "no wait", "torch.ops._c10d_functional.wait_tensor(x).split", "x.split"),
     ("running_stats", "from rank 1", "0, self.group", "1, self.group"),
-    ("running_stats", "state is not written", "graph.write_state(spec.name, new)", "pass"),
+    ("running_stats", "state is not written", "graph.write_buffer(spec, new)", "pass"),
     (
         "running_stats",
         "mixed dtypes",
@@ -322,14 +322,14 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "running_stats",
         "first dtype only",
-        "for index, group in enumerate(groups):",
-        "for index, group in enumerate(groups[:1]):",
+        "in enumerate(zip(groups, values, strict=True)):",
+        "in enumerate(zip(groups[:1], values[:1], strict=True)):",
     ),
     (
         "running_stats",
         "own statistics",
-        "graph.write_state(spec.name, new)",
-        "graph.write_state(spec.name, graph.add_state(spec))",
+        "graph.write_buffer(spec, new)",
+        "graph.write_buffer(spec, graph.buffer(spec))",
     ),
     # cast
     ("cast", "wrong low dtype", "low = DTYPES[self.dtype]", "low = torch.bfloat16"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import fx
 
-from fxpasses.graph import OVERFLOW_STATE, SCALE_STATE, Role, StateSpec, TrainingGraph
+from fxpasses.graph import OVERFLOW_STATE, SCALE_STATE, Role, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.loss_scale import LossScaling
@@ -51,7 +51,7 @@ def scaled_as_promised(run: Run) -> None:
     if not run.current.scale or not leaving:
         assert not run.reports[0].changed and not run.reports[0].counts
         return
-    needed = {n for node in leaving.values() for n in ancestors(node)}
+    needed = ancestors(leaving.values())
     tangents = [n for n, _ in run.before.inputs("tangent") if n in needed]
     assert run.reports[0].counts == {"tangents": len(tangents), "gradients": len(leaving)}
     _scale_is_declared(run)
@@ -105,17 +105,7 @@ def _reached(graph: TrainingGraph) -> dict[int, fx.Node]:
     tangents = {n for n, _ in graph.inputs("tangent")}
     outputs = graph.outputs("gradient") + graph.outputs("input_gradient")
     made = [(at, n) for at, n, _ in outputs if n is not None and n.op != "placeholder"]
-    return {at: n for at, n in made if ancestors(n) & tangents}
-
-
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is made of."""
-    found, pending = set(), [node]
-    while pending:
-        at = pending.pop()
-        pending += [n for n in at.all_input_nodes if n not in found]
-        found.add(at)
-    return found
+    return {at: n for at, n in made if ancestors([n]) & tangents}
 
 
 def _scale_is_declared(run: Run) -> None:
