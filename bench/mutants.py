@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = {
     "bucketing": "fxpasses.passes.bucketing",
     "gradient_sync": "fxpasses.passes.gradient_sync",
+    "reduction": "fxpasses.reduction",
     "participation": "fxpasses.passes.participation",
     "running_stats": "fxpasses.passes.running_stats",
     "cast": "fxpasses.passes.cast",
@@ -219,10 +220,16 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
     def searches(*found: Callable[[int], None]) -> list[Callable[[], None]]:
         return [lambda search=search: search(examples) for search in found]  # type: ignore[misc]
 
+    synchronised = [
+        p.mean_keeps_large_numbers,
+        holds("gradient_sync"),
+        holds("gradient_sync_at_once"),
+        *searches(p.overlap_changes_nothing),
+    ]
     own: dict[str, list[Callable[[], None]]] = {
         "bucketing": [holds("bucketing"), *searches(p.bucket_layouts, p.bucket_limits, p.layouts)],
-        "gradient_sync": [p.mean_keeps_large_numbers, holds("gradient_sync"),
-            holds("gradient_sync_at_once"), *searches(p.overlap_changes_nothing)],
+        "gradient_sync": synchronised,
+        "reduction": synchronised,
         "participation": [holds("participation"), *searches(p.layouts)],
         "running_stats": [holds("running_stats")],
         "cast": [*casts.SINGLE, holds("cast")],

@@ -9,39 +9,39 @@ from __future__ import annotations
 WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     # gradient_sync
     ("gradient_sync", "no wait", "torch.ops._c10d_functional.wait_tensor(x).to(", "x.to("),
-    ("gradient_sync", "no division", "(own, wire)) / world", "(own, wire))"),
-    ("gradient_sync", "divides for the sum", 'self.reduce == "mean" and world > 1', "world > 1"),
-    ("gradient_sync", "divides by one less", "(own, wire)) / world", "(own, wire)) / (world - 1)"),
+    ("reduction", "no division", "(own, wire)) / world", "(own, wire))"),
+    ("reduction", "divides for the sum", 'reduce == "mean" and world > 1', "world > 1"),
+    ("reduction", "divides by one less", "(own, wire)) / world", "(own, wire)) / (world - 1)"),
     (
-        "gradient_sync",
+        "reduction",
         "divides behind the cast",
         "x = x.to(torch.promote_types(own, wire))",
         "x = x.to(wire)",
     ),
-    ("gradient_sync", "divides twice", "(own, wire)) / world", "(own, wire)) / world / world"),
+    ("reduction", "divides twice", "(own, wire)) / world", "(own, wire)) / world / world"),
     (
-        "gradient_sync",
+        "reduction",
         "reduces by avg",
         'all_reduce(whole, "sum", group)',
         'all_reduce(whole, "avg", group)',
     ),
     (
-        "gradient_sync",
+        "reduction",
         "reduces by max",
         'all_reduce(whole, "sum", group)',
         'all_reduce(whole, "max", group)',
     ),
-    ("gradient_sync", "another group", '"sum", group)', '"sum", "0")'),
+    ("reduction", "another group", '"sum", group)', '"sum", "0")'),
     (
         "gradient_sync",
         "wire dtype ignored",
-        "wire = TORCH_DTYPES[self.dtype] if self.dtype else own",
-        "wire = own",
+        "wire = TORCH_DTYPES[self.dtype] if self.dtype else bucket.dtype",
+        "wire = bucket.dtype",
     ),
     (
         "gradient_sync",
         "result left in the wire dtype",
-        '(x).to(flat.meta["val"].dtype)',
+        "(x).to(bucket.dtype)",
         "(x).to(torch.float32)",
     ),
     ("gradient_sync", "waits early", "readers[0] if self.overlap else launch.next", "launch.next"),
@@ -52,70 +52,74 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
         "readers[0]",
     ),
     (
-        "gradient_sync",
+        "reduction",
         "launches late",
-        "            flat.next,\n            launch,",
-        "            graph.output_node,\n            launch,",
+        'self.write(graph, self.flat.next, "launch"',
+        'self.write(graph, graph.output_node, "launch"',
     ),
-    ("gradient_sync", "reads the local bucket", "reader.replace_input_with(flat, result)", "pass"),
+    ("reduction", "reads the local bucket", "reader.replace_input_with(self.flat, result)", "pass"),
     (
         "gradient_sync",
         "reduces only the first bucket",
-        "launches = [self._launch(graph, flat) for flat in flats]",
-        "flats = flats[:1]; launches = [self._launch(graph, flat) for flat in flats]",
+        "buckets = filled_buckets(graph, self.name)",
+        "buckets = filled_buckets(graph, self.name)[:1]",
     ),
     (
         "gradient_sync",
         "buckets backwards",
-        "for flat in flats]\n        for",
-        "for flat in flats[::-1]][::-1]\n        for",
+        "for bucket in buckets]\n        for",
+        "for bucket in buckets[::-1]][::-1]\n        for",
     ),
-    ("gradient_sync", "launch not marked", 'node.meta["reduces"] = True', "pass"),
+    ("reduction", "launch not marked", 'launch.meta["reduces"] = True', "pass"),
     (
-        "gradient_sync",
+        "reduction",
         "payload forgets its bucket",
-        'node.args[0].meta["bucket"] = flat.meta["bucket"]',
+        'payload.meta["bucket"] = self.flat.meta["bucket"]',
         "pass",
     ),
-    ("gradient_sync", "leaves the old bucket", "graph.graph.erase_node(flat)", "pass"),
+    ("reduction", "leaves the old bucket", "graph.graph.erase_node(self.flat)", "pass"),
     (
-        "gradient_sync",
+        "reduction",
         "parts swapped",
         "payload(part) for part in parts]",
         "payload(part) for part in parts[::-1]]",
     ),
     (
-        "gradient_sync",
+        "reduction",
         "first part only",
         "payload(part) for part in parts]",
         "payload(part) for part in parts[:1]]",
     ),
     (
-        "gradient_sync",
+        "reduction",
         "bytes counts elements",
-        '.numel() * n.meta["val"].element_size()',
+        ".numel() * value.element_size()",
         ".numel()",
     ),
-    ("gradient_sync", "says it changed nothing", "Report(bool(flats),", "Report(False,"),
     (
         "gradient_sync",
-        "provenance without parameters",
-        "bucket.model_line, bucket.parameters)",
-        "bucket.model_line)",
+        "says it changed nothing",
+        "            bool(buckets),",
+        "            False,",
     ),
     (
-        "gradient_sync",
+        "reduction",
+        "provenance without parameters",
+        "bucket.model_line, bucket.parameters\n",
+        "bucket.model_line\n",
+    ),
+    (
+        "reduction",
         "scales in half precision",
         "x = x.to(torch.promote_types(own, wire))",
         "x = x.half()",
     ),
     (
-        "gradient_sync",
+        "reduction",
         "sends twice",
-        'node.meta["reduces"] = True',
-        'node.meta["reduces"] = True; again = node.args[0]; splice(graph, node.next, '
-        'lambda x: torch.ops._c10d_functional.all_reduce(x, "sum", group), again, '
-        'name="again", provenance=self._origin(flat, "launch"))',
+        "self.mark_launch(node)",
+        'self.mark_launch(node); again = self.write(graph, node.next, "launch", lambda x: '
+        'torch.ops._c10d_functional.all_reduce(x, "sum", group), node.args[0]); self.mark_launch(again)',
     ),
     # bucketing
     (
@@ -127,8 +131,8 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "bucketing",
         "buckets of mixed dtypes",
-        "key = (value.dtype, value.device)",
-        "key = (torch.float32, value.device)",
+        "key = (value.dtype, value.device,",
+        "key = (torch.float32, value.device,",
     ),
     ("bucketing", "never closes", "if filled[key] >= bucket_bytes:", "if False:"),
     (
@@ -203,8 +207,8 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "bucketing",
         "off by one group",
-        "groups = assign(graph, self.mb * 2**20, self.layout)",
-        "groups = assign(graph, self.mb * 2**20, self.layout)[1:]",
+        "places = [graph.behind(group[-1].node) for",
+        "groups = groups[1:]; places = [graph.behind(group[-1].node) for",
     ),
     (
         "bucketing",
@@ -781,7 +785,7 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
 )
 
 _SORTED_READERS = (
-    "gradient_sync keyword: sorted(outward & flat.users.keys(), key=order.__getitem__) "
+    "reduction keyword: sorted(outward & flat.users.keys(), key=order.__getitem__) "
     "-> sorted(outward & flat.users.keys())"
 )
 EQUIVALENT: dict[str, str] = {
