@@ -793,5 +793,6 @@ EQUIVALENT: dict[str, str] = {
     "rewrite constant: '_' -> '_x'": "how a branch is called in the module",
     "loss_scale comparison: x.dtype.itemsize < 4 -> x.dtype.itemsize <= 4": "fp32 stays fp32",
     "loss_scale constant: 4 -> 5": "fp32 stays fp32",
+    "cast arguments: min(most, 1) -> min(1, most)": "the smaller of the two, either way",
     _SORTED_READERS: "torch compares nodes by their place in the graph",
 }

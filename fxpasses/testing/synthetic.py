@@ -107,7 +107,7 @@ def _degree(operator: str, a: int, b: int) -> int | None:
         return a + b if a + b < 2 else None
     if operator in ("add", "where", "cat"):
         return a if a == b else None
-    if operator in ("sin", "exp", "large"):
+    if operator in ("sin", "exp", "large", "huge"):
         return None if a else 0
     if operator == "mask":
         return None if a else b
@@ -159,6 +159,11 @@ _STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], list[Call]]] = {
     "sin": lambda a, b: [(aten.sin.default, ("a",), {})],
     "exp": lambda a, b: [(aten.exp.default, ("a",), {})],
     "large": lambda a, b: [(aten.add.Tensor, ("a", 1e5), {})],
+    "huge": lambda a, b: (
+        [(aten.full.default, ([], 1e5), {"dtype": a.dtype}), (aten.add.Tensor, ("a", "_"), {})]
+        if a.dtype == torch.float32  # more than float16 holds
+        else []
+    ),
     "relu": lambda a, b: [(aten.relu.default, ("a",), {})],
     "scaled": _scaled,
     "mask": _mask,

@@ -172,7 +172,7 @@ def _follows_low(casts: Casts, node: fx.Node) -> None:
     cast_for_it = [
         n
         for n in node.all_input_nodes
-        if n in casts.made and dtype(n) == casts.low and not is_small(casts.origin(n))
+        if n in casts.made and dtype(n) == casts.low and not is_small(casts.origin(n), casts.low)
     ]
     to_products = casts.kind(casts.before[node.name]) == "clear" and len(node.all_input_nodes) == 1
     if to_products and all(user in casts.lowered for user in node.users):
@@ -180,11 +180,12 @@ def _follows_low(casts: Casts, node: fx.Node) -> None:
     assert not cast_for_it, f"{[n.name for n in cast_for_it]} for {node.name}, which is no product"
 
 
-def is_small(node: fx.Node) -> bool:
-    """A number, or a mask as numbers (or a multiple of one): no cast of a value."""
+def is_small(node: fx.Node, low: torch.dtype) -> bool:
+    """A number that fits, or a mask as numbers (or a multiple of one): no cast of a value."""
     if name(node) in ("mul", "div") and len(node.all_input_nodes) == 1:
-        return is_small(node.all_input_nodes[0])
-    return is_mask(node) or is_one_number(node) or name(node) == "bernoulli"
+        return is_small(node.all_input_nodes[0], low)
+    fits_low = is_one_number(node) and abs(number(node)) <= torch.finfo(low).max
+    return is_mask(node) or fits_low or name(node) == "bernoulli"
 
 
 def reads_right(casts: Casts) -> None:
@@ -238,11 +239,11 @@ def _not_up_and_down(casts: Casts, node: fx.Node, kind: str) -> None:
     only does not stand in front of the cast.
     """
     said = (node.meta.get("custom") or {}).get("precision")
-    if said == "keep" or is_small(node) or not fits(node, casts.low):
+    if said == "keep" or is_small(node, casts.low) or not fits(node, casts.low):
         return
     down = [n for n in casts.made if n.meta["provenance"].source == node.name]
     down = [n for n in down if dtype(n) == casts.low]
-    values = [n for n in node.all_input_nodes if not is_small(casts.origin(n))]
+    values = [n for n in node.all_input_nodes if not is_small(casts.origin(n), casts.low)]
     values = [n for n in values if dtype(n) in (torch.float32, casts.low)]
     origins = [casts.after.get(casts.origin(n).name) for n in values]
     all_low = bool(values) and all(n is not None and dtype(n) == casts.low for n in origins)
