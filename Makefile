@@ -6,6 +6,8 @@
 DEFAULT_TORCH := torch==2.13.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
+# Test processes side by side; each runs its tensors on one thread.
+JOBS ?= 2
 
 # What TORCH says as part of a file name: torch==2.14.1+cpu is 2.14.1-cpu.
 VERSION := $(shell printf '%s' '$(TORCH)' | sed -e 's/^torch==//' | tr -c 'A-Za-z0-9.' '-')
@@ -18,7 +20,7 @@ STAMP := $(VENV)/made-for-$(VERSION)
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
-	@echo 'Variables: TORCH=$(TORCH) (into $(VENV)/), PYTHON=$(PYTHON), ARGS= for demo and test'
+	@echo 'Variables: TORCH=$(TORCH) (into $(VENV)/), PYTHON=$(PYTHON), ARGS= for demo and test, JOBS=$(JOBS)'
 
 venv: $(STAMP)  ## make the virtual environment that the other targets share
 
@@ -36,7 +38,7 @@ demo: $(STAMP)  ## train a small GPT on two ranks, beside DDP; ARGS=--steps=100
 	$(VENV)/bin/python -m bench.demo $(ARGS)
 
 test: $(STAMP)  ## run the tests; ARGS='-k order'
-	$(VENV)/bin/python -m pytest tests/ $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/ -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: $(STAMP)  ## 10,000 drawn graphs for each pass; FXPASSES_EXAMPLES=1000 for fewer
 	FXPASSES_EXAMPLES=$${FXPASSES_EXAMPLES:-10000} $(VENV)/bin/python -m pytest tests/testing/test_passes.py $(ARGS)
