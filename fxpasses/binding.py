@@ -13,6 +13,7 @@ from fxpasses.config import LossScale, Watching
 from fxpasses.coverage import Reduced, reduced
 from fxpasses.distributed import first_use
 from fxpasses.distributed.agreement import halves
+from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Plan
 from fxpasses.runtimes import Runtime, owner_of, owns
 from fxpasses.scaler import Scaler, make_scaler
@@ -82,7 +83,10 @@ def bind(
     everything = reach | inputs
     instance: tuple[int, ...] = ()
     if unit.group.size > 1:
-        instance = first_use.make_alike(unit.group, everything)
+        instance = first_use.make_alike(unit.group, everything, unit.scope.code)
+        for tensor in everything.values():
+            if isinstance(tensor, torch.nn.Parameter) and not is_fake(unit.group):
+                reduced(tensor, unit.group)  # or an optimizer shall notice that it is not
     plan = unit.plan(instance)
     region = (unit.region, *map(id, list(everything.values())[:1]))
     if owner is not None:

@@ -6,7 +6,9 @@ nothing reduces them. An optimizer that holds parameters which compiled regions 
 before it steps on a gradient, of any of its parameters, that no region has contributed to since its last step.
 
 A parameter can be used both in a compiled region and outside (a tied head applied in the loss): its gradient
-then is reduced only in part. So at an optimizer's first step the ranks compare gradients, once.
+then is reduced only in part. And an optimizer may hold nothing but parameters that a compiled module has and no
+region reduces, which is right if the program does it itself. So the ranks compare an optimizer's gradients at
+its first step, and again at steps 2, 4, 8, … 1024, 2048, 3072, …
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Reduced:
 
 
 _reduced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → Reduced
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_COMPARE_EVERY = 1024  # steps; before that at each power of two
 # For each optimizer what its parameters' gradients were when it last stepped: the gradient, its version, and
 # the contributions to it.
 _Seen = tuple[weakref.ref[torch.Tensor], int, int]
@@ -43,9 +47,15 @@ _seen = weakref.WeakKeyDictionary()
 
 
 _NOTHING_REDUCED = (
-    "the hardened backend was asked for, but no compiled region has reduced a gradient so far. If this "
-    "optimizer is that model's, Dynamo ran all of it eagerly and its gradients differ over the ranks; "
-    "TORCH_LOGS=graph_breaks says why"
+    "the hardened backend was asked for, but no compiled region has reduced a gradient of this optimizer's. If "
+    "its model was compiled with that backend, Dynamo ran all of it eagerly and its gradients differ over the "
+    "ranks; TORCH_LOGS=graph_breaks says why. (Inside DistributedDataParallel they don't differ, but no option "
+    "of the backend applies: compile the module itself.)"
+)
+_NOT_REDUCED = (
+    "was not reduced over the ranks: no compiled region computed it. Dynamo runs the code that uses it "
+    "eagerly; TORCH_LOGS=graph_breaks says why. Make that code compile, or give this parameter an optimizer of "
+    "its own and reduce its gradient before it steps"
 )
 
 
@@ -63,12 +73,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     _check_nothing_pending(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     records = [_reduced.get(p) for p in parameters]
+    step = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if not any(records):
-        if not _reduced and several_ranks() and any(p.grad is not None for p in parameters):
+        if step == 1 and several_ranks() and any(p.grad is not None for p in parameters):
             warnings.warn(_NOTHING_REDUCED, stacklevel=2)
         return
-    if optimizer not in _seen:
+    if step % _COMPARE_EVERY == 0 or (step < _COMPARE_EVERY and step & (step - 1) == 0):
         _check_alike(optimizer, parameters, records)
+    if not any(record.contributions for record in records if record):
+        return  # the program reduces them, as the comparison has shown
     seen = _seen.setdefault(optimizer, {})
     for index, (parameter, record) in enumerate(zip(parameters, records, strict=True)):
         gradient = parameter.grad
@@ -76,12 +89,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             continue
         contributions = record.contributions if record else 0
         if not _explained(gradient, contributions, seen.get(index)):
-            raise RuntimeError(
-                f"the gradient of {place_of(optimizer, parameter)} was not reduced over the ranks: no compiled "
-                "region computed it. Dynamo runs the code that uses it eagerly; "
-                "TORCH_LOGS=graph_breaks says why. Make that code compile, or give this parameter an "
-                "optimizer of its own and reduce its gradient there"
-            )
+            raise RuntimeError(f"the gradient of {place_of(optimizer, parameter)} {_NOT_REDUCED}")
         seen[index] = (weakref.ref(gradient), gradient._version, contributions)
 
 
@@ -93,9 +101,14 @@ def _check_alike(
     for group in dict.fromkeys(record.group for record in records if record is not None):
         own = [record is not None and record.group == group for record in records]
         gradients = [p.grad if mine else None for p, mine in zip(parameters, own, strict=True)]
-        what = "the comparison of gradients at an optimizer's first step"
+        what = "the comparison of an optimizer's gradients"
         index = None if is_fake(group) else differing(group, gradients, what)
         if index is not None:
+            record = records[index]
+            if record is not None and not record.contributions:
+                raise RuntimeError(
+                    f"the gradient of {place_of(optimizer, parameters[index])} {_NOT_REDUCED}"
+                )
             raise RuntimeError(
                 f"the gradient of {place_of(optimizer, parameters[index])} differs over the ranks: a compiled "
                 "region reduced its part of it, and something else added to it, on each rank its own. Dynamo "

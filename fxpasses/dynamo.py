@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import external_utils
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE
@@ -79,6 +80,8 @@ def describe_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[
     for node in placeholders:
         variables |= reader.module_behind(node)
     label = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    if code.co_filename == external_utils.__file__:  # Dynamo's own, around a module of torch's
+        label = "forward"
     scope = scope_of(label, variables)
     named = {node: scope.names.get(id(reader.value(node))) for node in placeholders}
     return scope, input_roles(gm, example_inputs, {n: name for n, name in named.items() if name})

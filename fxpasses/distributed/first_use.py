@@ -30,13 +30,16 @@ _alike: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor → _Numbe
 _uses: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[str]] = weakref.WeakKeyDictionary()
 
 
-def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+def make_alike(
+    group: Group, named: Mapping[str, torch.Tensor], code: str = "the model"
+) -> tuple[int, ...]:
     """Compare tensors over the ranks of a group, then overwrite them, in place, by rank 0's: each once.
 
     All ranks must call this in the same order. Nothing is done on the `fake` backend.
 
     Args:
         named: parameters and buffers that one compiled region can reach, by name.
+        code: that region, for messages.
 
     Returns:
         The numbers of the first uses of these tensors, the same on all ranks.
@@ -53,7 +56,7 @@ def make_alike(group: Group, named: Mapping[str, torch.Tensor]) -> tuple[int, ..
     if new:
         if pg not in _uses:
             _uses[pg] = _places(group)
-        _make_alike(group, new, next(_uses[pg]))
+        _make_alike(group, new, next(_uses[pg]), code)
     return tuple(sorted({_alike[t][pg] for t in named.values()}))
 
 
@@ -66,11 +69,11 @@ def _places(group: Group) -> Iterator[str]:
     return (f"fxpasses/{made}/{number}" for number in itertools.count())
 
 
-def _make_alike(group: Group, named: Mapping[str, torch.Tensor], place: str) -> None:
+def _make_alike(group: Group, named: Mapping[str, torch.Tensor], place: str, code: str) -> None:
     assert group.name is not None
     pg, number = process_group(group.name), int(place.rpartition("/")[2])
     store = dist.PrefixStore(place, store_of(group.name))
-    _compare(group, store, "\n".join(f"{name}: {_form(t)}" for name, t in named.items()))
+    _compare(group, store, "\n".join(f"{name}: {_form(t)}" for name, t in named.items()), code)
     for name, tensor in named.items():
         with waiting(group, f"the broadcast of {name}"):
             _broadcast(group.name, tensor.detach())
@@ -81,7 +84,7 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _compare(group: Group, store: dist.Store, table: str) -> None:
+def _compare(group: Group, store: dist.Store, table: str, code: str) -> None:
     assert group.name is not None
     timeout = timeout_of(group.name)
     with waiting(group, "the comparison of the model over the ranks"):
@@ -92,20 +95,22 @@ def _compare(group: Group, store: dist.Store, table: str) -> None:
             verdict = _get(store, "verdict", timeout + _VERDICT_GRACE, "the verdict of rank 0")
         else:
             store.set("table/0", table)
-            verdict = _verdict(group, store, table, timeout)
+            verdict = _verdict(group, store, table, timeout, code)
             store.set("verdict", verdict)
     if verdict != _AGREED:
         raise RuntimeError(verdict)
 
 
-def _verdict(group: Group, store: dist.Store, table: str, timeout: timedelta) -> str:
+def _verdict(group: Group, store: dist.Store, table: str, timeout: timedelta, code: str) -> str:
     started = time.monotonic()
     for rank in range(1, group.size):
         spent = timedelta(seconds=time.monotonic() - started)
         try:
-            other = _get(store, f"table/{rank}", timeout, f"rank {rank} to start training", spent)
+            other = _get(
+                store, f"table/{rank}", timeout, f"rank {rank} to start training {code}", spent
+            )
         except RankLost as error:
-            return str(error)
+            return f"rank 0 {error}"
         if other != table:
             return _difference(rank, other.splitlines(), table.splitlines())
     return _AGREED

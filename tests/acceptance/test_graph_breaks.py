@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fxpasses
@@ -199,6 +200,65 @@ def test_a_gradient_made_eagerly_stops_the_optimizer():
         assert "parameter 2 of group 0 (torch.float32[4, 4]) was not reduced" in message
 
 
+def steps_of_an_optimizer_of_its_own(rank: int, reduces_itself: bool) -> str:
+    model = PartlyEager()
+    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.compiled, model.eager)]
+    compiled = torch.compile(model, backend="hardened_aot_eager")
+    try:
+        for _ in range(3):
+            compiled(torch.full((1, 4), rank + 1.0)).backward()
+            if reduces_itself:
+                for parameter in model.eager.parameters():
+                    dist.all_reduce(parameter.grad)
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_of_nothing_but_eager_gradients_is_stopped_too():
+    for message in run_ranks(steps_of_an_optimizer_of_its_own, 2, False):
+        assert "parameter 0 of group 0 (torch.float32[4, 4]) was not reduced" in message
+
+
+def test_unless_the_program_reduces_them_itself():
+    assert run_ranks(steps_of_an_optimizer_of_its_own, 2, True) == ["", ""]
+
+
+class Once(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def step_at_which_it_is_noticed(rank: int, outside_from: int) -> int:
+    """A parameter that the loss uses too, from some step on."""
+    model = Once()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    compiled = torch.compile(model, backend="hardened_aot_eager")
+    for step in range(1, 20):
+        y = compiled(torch.full((1, 2), rank + 1.0))
+        loss = y.sum() + (rank * model.weight.sum() if step >= outside_from else 0)
+        optimizer.zero_grad()
+        loss.backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            assert "differs over the ranks" in str(error)
+            return step
+    return 0
+
+
+@pytest.mark.parametrize(("outside_from", "noticed"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16)])
+def test_a_parameter_that_comes_to_be_used_outside_is_noticed(outside_from, noticed):
+    assert run_ranks(step_at_which_it_is_noticed, 2, outside_from) == [noticed] * 2
+
+
 def test_an_optimizer_step_may_be_compiled():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
@@ -209,9 +269,13 @@ def test_an_optimizer_step_may_be_compiled():
     assert not torch.equal(model.weight, before)
 
 
-def step_of_an_eager_model(rank: int) -> list[str]:
+def step_of_an_eager_model(rank: int, other_first: bool) -> list[str]:
     import warnings
 
+    if other_first:
+        torch.compile(nn.Linear(2, 2), backend="hardened_aot_eager")(
+            torch.ones(1, 2)
+        ).sum().backward()
     model = nn.LSTM(2, 2)  # Dynamo does not capture it
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.compile(model, backend="hardened_aot_eager")(torch.ones(1, 1, 2))[0].sum().backward()
@@ -221,8 +285,9 @@ def step_of_an_eager_model(rank: int) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def test_a_model_of_which_nothing_was_compiled_gets_a_warning():
-    for messages in run_ranks(step_of_an_eager_model, 2):
+@pytest.mark.parametrize("other_first", [False, True])
+def test_a_model_of_which_nothing_was_compiled_gets_a_warning(other_first):
+    for messages in run_ranks(step_of_an_eager_model, 2, other_first):
         assert any("no compiled region has reduced a gradient" in message for message in messages)
 
 
