@@ -1,6 +1,6 @@
 """Step time of the hardened backend as a multiple of DistributedDataParallel + Inductor's.
 
-    python -m bench.overhead [--ranks 2 4] [--links loopback 1gbit] [--rounds 12] [--batch 1] [--block 64]
+    python -m bench.overhead [--ranks 2 4] [--links loopback 1gbit] [--rounds 40] [--batch 1] [--block 64]
 
 For each link and number of ranks: a step of each in turn, in the same processes; medians, and median and
 quartiles of the ratio of neighbouring steps. Then what it costs that ranks agree before a backward
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--links", nargs="+", default=[LOOPBACK, "1gbit"])
-    parser.add_argument("--rounds", type=_at_least_two, default=12)
+    parser.add_argument("--rounds", type=_at_least_two, default=40)
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
     parser.add_argument("--block", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--bucket-mb", type=float, default=25.0)
