@@ -84,16 +84,10 @@ class Reduction:
         total = 0.0
         for exchange in self.exchanges:
             size = exchange.layout.payload_bytes
-            second = getattr(exchange, "second_bits", None)
             if exchange.legs == 1:
                 total += (self.world - 1) * size
             else:
-                out = exchange.layout
-                if second is not None:
-                    out = type(out)(
-                        out.lengths, out.shards, second, out.group, out.symmetric, out.rotate
-                    )
-                total += share * (size + out.payload_bytes)
+                total += share * (size + exchange.second_layout.payload_bytes)
         return total
 
 

@@ -33,10 +33,10 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("reduction", "another group", '"sum", group)', '"sum", "0")'),
     (
-        "gradient_sync",
+        "reduction",
         "wire dtype ignored",
-        "wire = TORCH_DTYPES[self.dtype] if self.dtype else bucket.dtype",
-        "wire = bucket.dtype",
+        "wire = DTYPES[dtype] if dtype else own",
+        "wire = own",
     ),
     (
         "gradient_sync",

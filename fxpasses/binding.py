@@ -56,6 +56,12 @@ class Binding:
         reference = self.reach.get(name)
         return None if reference is None else reference()
 
+    def agreed(self, name: str) -> torch.Tensor:
+        """A tensor that the ranks have just agreed on, which therefore can be reached."""
+        tensor = self.reachable(name)
+        assert tensor is not None, f"{name!r} was reachable when the ranks agreed"
+        return tensor
+
     def whole_plan(self) -> Plan:
         """The plan, with what could take part."""
         found = [(name, t) for name, r in self.reach.items() if (t := r()) is not None]
@@ -84,9 +90,9 @@ def bind(
     instance: tuple[int, ...] = ()
     if unit.group.size > 1:
         instance = first_use.make_alike(unit.group, everything, unit.scope.code)
-        for tensor in everything.values():
-            if isinstance(tensor, torch.nn.Parameter) and not is_fake(unit.group):
-                reduced(tensor, unit.group)  # or an optimizer shall notice that it is not
+        trainable = [t for t in everything.values() if isinstance(t, torch.nn.Parameter)]
+        for parameter in [] if is_fake(unit.group) else trainable:
+            reduced(parameter, unit.group)  # or an optimizer shall notice that it is not
     plan = unit.plan(instance)
     region = (unit.region, *map(id, list(everything.values())[:1]))
     if owner is not None:

@@ -41,6 +41,11 @@ class Exchange:
     def legs(self) -> int:
         return 1
 
+    @property
+    def second_layout(self) -> Any:
+        """Of what the owners of shards send, all pieces together."""
+        return self.layout
+
     def encode(self, flat: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """[n] fp32 → payload, and the new residual (None without one)."""
         raise NotImplementedError
@@ -77,11 +82,11 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class _InShards(Exchange):
-    """One or two legs, by the number of ranks."""
+    """One or two legs, by the number of shards."""
 
     @property
     def legs(self) -> int:
-        return 2 if self.world >= _TWO_LEGS_FROM else 1
+        return 1 if self.layout.shards == 1 else 2
 
     def rows(self, arrived: Tensor) -> Tensor:
         """With one leg a payload of each rank; with two, one that consists of all owners' pieces."""
@@ -97,6 +102,10 @@ class Quantised(_InShards):
     """
 
     second_bits: int
+
+    @property
+    def second_layout(self) -> Layout:
+        return dataclasses.replace(self.layout, bits=self.second_bits)
 
     def encode(self, flat: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         payload, new = torch.ops.fxpasses.quantise(flat, residual, None, *self.layout.fields)
@@ -117,9 +126,7 @@ class Quantised(_InShards):
         return piece, lost if feedback else None
 
     def decode(self, arrived: Tensor) -> Tensor:
-        layout = self.layout
-        if self.legs == 2:
-            layout = dataclasses.replace(layout, bits=self.second_bits)
+        layout = self.second_layout if self.legs == 2 else self.layout
         return torch.ops.fxpasses.dequantise(self.rows(arrived), *layout.fields)
 
     def residual(self, new: Tensor, lost: Tensor | None) -> Tensor:

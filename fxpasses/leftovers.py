@@ -66,28 +66,20 @@ def _reduce(unit: Unit, binding: Binding) -> None:
             "norm by which the backward of the last one was clipped; use the same parameters in each "
             "micro-batch, or leave the option out and call torch.nn.utils.clip_grad_norm_"
         )
-    parameters = {form.name: binding.reachable(form.name) for form in union.parameters}
-    specs = tuple(pending_of(name, p) for name, p in parameters.items() if p is not None)
-    assert len(specs) == len(parameters), "what is left was reachable when the ranks agreed"
+    parameters = {form.name: binding.agreed(form.name) for form in union.parameters}
+    specs = tuple(pending_of(name, p) for name, p in parameters.items())
     backward = unit.backward(Variant(LEFT, union, specs))
-    taken = {name: accumulation.take(p) for name, p in parameters.items() if p is not None}
+    taken = {name: accumulation.take(p) for name, p in parameters.items()}
     states = [_state(binding, spec, taken) for spec in backward.states]
     with waiting(unit.group, f"the reduction of what micro-batches of {unit.scope.code} left"):
         gradients = backward.module(*states)
     for spec, gradient in zip(specs, gradients, strict=True):
-        parameter = binding.reachable(spec.parameter)
-        assert parameter is not None
+        parameter = parameters[spec.parameter]
         _deliver(parameter, gradient, taken[spec.parameter])
         if unit.group.size > 1:
             reduced(parameter, unit.group).contributions += 1
     if binding.runtime is not None:
         binding.runtime.record_collectives(backward.collectives)
-
-
-def _found(binding: Binding, name: str) -> torch.Tensor:
-    tensor = binding.reachable(name)
-    assert tensor is not None, f"{name!r} was reachable when the ranks agreed"
-    return tensor
 
 
 def _agreed(unit: Unit, binding: Binding) -> Union:
@@ -124,7 +116,7 @@ def _state(
     if spec.kind == PARTICIPATION:
         return torch.ones(spec.shape, dtype=spec.dtype, device=spec.device)
     if spec.kind != PENDING_STATE:
-        return STORE.get_for(spec, lambda name: _found(binding, name))
+        return STORE.get_for(spec, binding.agreed)
     pending = taken[spec.parameter]
     if pending is None:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)

@@ -14,7 +14,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable
 
+import torch
 from torch import fx
+
+# By the words of options.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 ALLOW, DENY, INFER, CLEAR = "allow", "deny", "infer", "clear"
 CLASSES = (ALLOW, DENY, INFER, CLEAR)

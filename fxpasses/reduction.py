@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpasses.graph import TrainingGraph, ancestors
+from fxpasses.precision import DTYPES
 from fxpasses.rewrite import Provenance, splice
 
 
@@ -58,12 +59,24 @@ class FilledBucket:
         return splice(graph, before, fn, *args, name=f"bucket{bucket.index}", provenance=origin)
 
     def launch_all_reduce(
-        self, graph: TrainingGraph, reduce: str, wire: torch.dtype, group: str, world: int
+        self, graph: TrainingGraph, reduce: str, dtype: str | None, group: str, world: int
     ) -> fx.Node:
         """Send it as it is. The mean divides before the sum, in the wider of the two dtypes; from the bucket's
         parts, since scaled behind the concatenation it would be written twice.
+
+        Args:
+            dtype: on the wire, as option `reduce_dtype` says it; None is the bucket's own.
+
+        Raises:
+            ValueError: for a complex bucket in another dtype.
         """
+        if self.dtype.is_complex and dtype is not None:
+            raise ValueError(
+                f"reduce_dtype={dtype!r} does not fit the complex gradient of {self.parameters[0]!r}; leave "
+                "reduce_dtype out"
+            )
         own = self.dtype
+        wire = DTYPES[dtype] if dtype else own
 
         def payload(x: torch.Tensor) -> torch.Tensor:
             if reduce == "mean" and world > 1:

@@ -62,7 +62,7 @@ def choose(
             union = agree(unit.group, binding.digest, binding.whole_plan)
     own = {name: parameters[name] for name in unit.facts.gradients}
     absent = {} if union is None else _absent(unit, binding, union)
-    others = {name: _found(binding, name) for name in absent}
+    others = {name: binding.agreed(name) for name in absent}
     if binding.clipping is not None:
         _begin_clipping(unit, binding.clipping, [*own.values(), *others.values()], backward)
     # A whole step adds to what `.grad` holds; a backward returns the total.
@@ -94,17 +94,11 @@ def _taken(
 def _absent(unit: Unit, binding: Binding, union: Union) -> dict[str, StateSpec]:
     """What this rank has no gradient of, although others do."""
     names = [form.name for form in union.parameters if form.name not in unit.facts.gradients]
-    return {name: pending_of(name, _found(binding, name)) for name in names}
+    return {name: pending_of(name, binding.agreed(name)) for name in names}
 
 
 def _buffers(binding: Binding, union: Union) -> tuple[StateSpec, ...]:
-    found = [(form.name, _found(binding, form.name)) for form in union.buffers]
+    found = [(form.name, binding.agreed(form.name)) for form in union.buffers]
     return tuple(
         StateSpec(BUFFER_STATE, name, tuple(t.shape), t.dtype, t.device) for name, t in found
     )
-
-
-def _found(binding: Binding, name: str) -> torch.Tensor:
-    tensor = binding.reachable(name)
-    assert tensor is not None, f"{name!r} was reachable when the ranks agreed"
-    return tensor

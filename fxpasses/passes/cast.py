@@ -33,6 +33,7 @@ from fxpasses.precision import (
     CLEAR,
     COMPARES,
     DENY,
+    DTYPES,
     INFER,
     KEEPS_FP32,
     PROMOTES,
@@ -42,8 +43,6 @@ from fxpasses.precision import (
     parse_rules,
 )
 from fxpasses.rewrite import Provenance, model_line, splice
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass(frozen=True)

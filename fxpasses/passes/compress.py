@@ -33,7 +33,6 @@ from fxpasses.reduction import FilledBucket, filled_buckets, payload_bytes
 from fxpasses.rewrite import Provenance, splice
 
 RESIDUAL = "residual"
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass
@@ -120,8 +119,9 @@ class Compress(Pass):
         assert self.reduce is not None
         scheme = scheme_of(bucket.parameters, rules)
         if scheme.scheme == NONE:
-            wire = TORCH_DTYPES[self.dtype] if self.dtype else bucket.dtype
-            launch = bucket.launch_all_reduce(graph, self.reduce, wire, self.group, self.world)
+            launch = bucket.launch_all_reduce(
+                graph, self.reduce, self.dtype, self.group, self.world
+            )
             return _Sent(bucket, None, launch)
         if not bucket.dtype.is_floating_point:
             raise ValueError(

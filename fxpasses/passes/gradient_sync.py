@@ -22,9 +22,8 @@ from torch import fx
 from fxpasses.config import REDUCTIONS, WIRE_DTYPES, nearest
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.precision import DTYPES
 from fxpasses.reduction import FilledBucket, filled_buckets, payload_bytes
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class GradientSync(Pass):
 
     def tolerance(self, local: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         ranks = local.shape[0]
-        wire = torch.finfo(TORCH_DTYPES[self.dtype] if self.dtype else local.dtype)
+        wire = torch.finfo(DTYPES[self.dtype] if self.dtype else local.dtype)
         parts = local.abs().double() / (ranks if self.reduce == "mean" else 1)
         bound = (ranks + 1) * wire.eps * parts.sum(0)
         bound += torch.finfo(local.dtype).eps * out.abs().double()
@@ -85,13 +84,7 @@ class GradientSync(Pass):
     def _launch(self, graph: TrainingGraph, bucket: FilledBucket) -> fx.Node:
         group, world = self.group, self.world
         assert group is not None and world is not None and self.reduce is not None
-        if bucket.dtype.is_complex and self.dtype is not None:
-            raise ValueError(
-                f"reduce_dtype={self.dtype!r} does not fit the complex gradient of "
-                f"{bucket.parameters[0]!r}; leave reduce_dtype out"
-            )
-        wire = TORCH_DTYPES[self.dtype] if self.dtype else bucket.dtype
-        return bucket.launch_all_reduce(graph, self.reduce, wire, group, world)
+        return bucket.launch_all_reduce(graph, self.reduce, self.dtype, group, world)
 
     def _finish(self, graph: TrainingGraph, bucket: FilledBucket, launch: fx.Node) -> None:
         result = bucket.write(

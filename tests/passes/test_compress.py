@@ -172,6 +172,12 @@ def test_complex_gradients_are_refused(fake_world):
         compressed(graph, fake_world, "int8")
 
 
+def test_complex_gradients_without_a_scheme_keep_their_dtype_on_the_wire(fake_world):
+    graph = doubled((3,), dtype=torch.complex64)
+    with pytest.raises(ValueError, match="reduce_dtype='bf16' does not fit the complex gradient"):
+        compressed(graph, fake_world, "*=none", dtype="bf16")
+
+
 # Numbers
 
 

@@ -12,7 +12,8 @@ from fxpasses.effects import is_launch, is_wait
 from fxpasses.graph import Role, TrainingGraph
 from fxpasses.passes.base import Report
 from fxpasses.passes.bucketing import Bucket, Bucketing
-from fxpasses.passes.gradient_sync import TORCH_DTYPES, GradientSync
+from fxpasses.passes.gradient_sync import GradientSync
+from fxpasses.precision import DTYPES
 from fxpasses.schedule.order import is_heavy
 from tests.graphs import (
     ANY_ORIGIN,
@@ -79,7 +80,7 @@ def test_the_dtype_on_the_wire(fake_world, dtype, size):
     graph = doubled((2, 3), (4,))
     assert reduced(graph, fake_world, dtype=dtype).counts["bytes"] == 10 * size
     (launch,) = launches_of(graph)
-    assert launch.args[0].meta["val"].dtype == (TORCH_DTYPES[dtype] if dtype else torch.float32)
+    assert launch.args[0].meta["val"].dtype == (DTYPES[dtype] if dtype else torch.float32)
     assert [g.node.meta["val"].dtype for g in graph.gradients()] == [torch.float32] * 2
 
 
@@ -302,7 +303,7 @@ def assert_within_bound(
     reduced(graph, group, dtype=wire, reduce=reduce)
     (out,) = Ranks(graph).run_all([[t] for t in tangents])[0]
     local = -torch.cat(tangents).double() / (WORLD if reduce == "mean" else 1)
-    eps = torch.finfo(TORCH_DTYPES[wire] if wire else own).eps
+    eps = torch.finfo(DTYPES[wire] if wire else own).eps
     bound = (WORLD + 1) * eps * local.abs().sum() + torch.finfo(own).eps * out.double().abs()
     assert (out.double() - local.sum()).abs() <= bound
 
