@@ -22,9 +22,11 @@ import torch.distributed as dist
 
 from bench.steps import finish_rank, result_of, start_rank
 from bench.testbed import DEVICE, Testbed
+from fxpasses.codecs import codec_of
 from fxpasses.compression import parse_rules, scheme_of
 from fxpasses.distributed.group import process_group
-from fxpasses.exchange import Exchange, exchange_of
+from fxpasses.exchange import Coded
+from fxpasses.feedback import feedback_of
 
 SCHEMES = ("fp16", "int8", "int4", "topk:ratio=0.01")
 BUCKET = 25 * 2**18  # elements: 25 MiB of fp32
@@ -46,13 +48,23 @@ class Reduction:
         generator = torch.Generator().manual_seed(self.rank)
         sizes = [min(BUCKET, elements - start) for start in range(0, elements, BUCKET)]
         self.buckets = [torch.randn(size, generator=generator) for size in sizes]
-        self.residuals = [torch.zeros(size) for size in sizes]
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[Coded] = []
         if scheme != "fp32":
             chosen = scheme_of(["all"], parse_rules(scheme))
             self.exchanges = [
-                exchange_of(chosen, [size], group, self.world, self.rank) for size in sizes
+                Coded(
+                    codec_of(chosen, [size], group, self.world, self.rank),
+                    feedback_of(chosen),
+                    ((f"bucket{index}", (size,)),),
+                    chosen.stochastic,
+                    index,
+                )
+                for index, size in enumerate(sizes)
             ]
+        self.states = [
+            [torch.zeros(s.shape, dtype=s.dtype) for s in exchange.states(torch.device("cpu"))]
+            for exchange in self.exchanges
+        ]
 
     def run(self) -> None:
         if not self.exchanges:
@@ -62,19 +74,22 @@ class Reduction:
                 torch.ops._c10d_functional.wait_tensor(one)
             return
         wait = torch.ops._c10d_functional.wait_tensor
-        flying, news, losts = [], [], [None] * len(self.buckets)
-        for exchange, bucket, old in zip(self.exchanges, self.buckets, self.residuals, strict=True):
-            payload, new = exchange.encode(bucket, old)
-            news.append(new)
+        flying, kept = [], []
+        for exchange, bucket, olds in zip(self.exchanges, self.buckets, self.states, strict=True):
+            payload, found = exchange.encode(bucket, olds)
+            kept.append(found)
             flying.append(exchange.launch(payload))
         for index, exchange in enumerate(self.exchanges):
             if exchange.legs == 2:
-                piece, losts[index] = exchange.recode(wait(flying[index]), news[index] is not None)
-                flying[index] = exchange.relaunch(piece)
+                payload, kept[index] = exchange.recode(
+                    wait(flying[index]), self.states[index], kept[index]
+                )
+                flying[index] = exchange.relaunch(payload)
         for index, exchange in enumerate(self.exchanges):
-            exchange.decode(wait(flying[index]))
-            if news[index] is not None:
-                self.residuals[index].copy_(exchange.residual(news[index], losts[index]))
+            olds, bucket = self.states[index], self.buckets[index]
+            mean, found = exchange.decode(wait(flying[index]), olds, kept[index])
+            for old, new in zip(olds, exchange.news(bucket, olds, found, mean), strict=True):
+                old.copy_(new)
 
     def planned_bytes(self) -> float:
         """What a rank has to send."""
@@ -83,11 +98,11 @@ class Reduction:
             return 2 * share * sum(4 * b.numel() for b in self.buckets)
         total = 0.0
         for exchange in self.exchanges:
-            size = exchange.layout.payload_bytes
+            size = exchange.codec.layout.payload_bytes
             if exchange.legs == 1:
                 total += (self.world - 1) * size
             else:
-                total += share * (size + exchange.second_layout.payload_bytes)
+                total += share * (size + exchange.codec.second_layout.payload_bytes)
         return total
 
 

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fxpasses.config import nearest
 
-NONE = "none"
+NONE, POWERSGD = "none", "powersgd"
+ESTIMATES = "ef21"  # a kind of feedback
 # What each scheme can be told, besides its name.
 _KEYS = {
     NONE: (),
     "bf16": (),
     "fp16": (),
-    "int8": ("group", "symmetric", "feedback"),
-    "int4": ("group", "symmetric", "feedback", "rotate", "second_bits"),
-    "topk": ("ratio", "feedback"),
+    "int8": ("group", "symmetric", "stochastic", "feedback"),
+    "int4": ("group", "symmetric", "stochastic", "feedback", "rotate", "second_bits"),
+    "topk": ("ratio", "momentum", "feedback"),
+    POWERSGD: ("rank", "feedback"),
 }
 SCHEMES = tuple(_KEYS)
 
@@ -38,36 +39,51 @@ class Scheme:
         scheme: one of `SCHEMES`.
         group: (int8, int4) elements that share a scale, a power of two.
         symmetric: (int8, int4) no zero point.
-        feedback: (int8, int4, topk) keep what was lost as a residual, and send it with the next gradient.
+        stochastic: (int8, int4) round at random: the error is zero on average.
+        feedback: (int8, int4, topk, powersgd) true keeps what was lost as a residual, and sends it with the
+            next gradient; "ef21" (not powersgd) sends differences to an estimate; false does neither.
         rotate: (int4) Hadamard rotation, against outliers.
         second_bits: (int4) bits of the second leg, from a shard's owner to all: 8 or 4.
         ratio: (topk) share of the elements that is sent, above 0 and at most 1.
+        momentum: (topk) taken before elements are chosen, in place of the optimizer's own; 0 for none.
+        rank: (powersgd) columns of the two thin matrices that stand for a gradient.
     """
 
     scheme: str = NONE
     group: int = 128
     symmetric: bool = True
-    feedback: bool = True
+    stochastic: bool = False
+    feedback: bool | str = True
     rotate: bool = False
     second_bits: int = 8
     ratio: float = 0.01
+    momentum: float = 0.0
+    rank: int = 4
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise ValueError(
                 f"option 'compression': got {self.scheme!r}{nearest(str(self.scheme), SCHEMES)}"
             )
-        whole = isinstance(self.group, int) and not isinstance(self.group, bool)
-        if not whole or self.group < 1 or self.group & (self.group - 1):
+        if not _is_whole(self.group) or self.group < 1 or self.group & (self.group - 1):
             self._refuse("group", "a power of two, 128 for example")
         if self.rotate and self.group < 32:
             self._refuse("group", "at least 32 with rotate")
         if self.second_bits not in (4, 8):
             self._refuse("second_bits", "8 or 4")
-        number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
-        if not number or not math.isfinite(self.ratio) or not 0 < self.ratio <= 1:
+        if not _is_number(self.ratio) or not 0 < self.ratio <= 1:
             self._refuse("ratio", "a number above 0 and at most 1")
-        for key in ("symmetric", "feedback", "rotate"):
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+            self._refuse("momentum", "a number from 0 to below 1")
+        if self.momentum and self.feedback is not True:
+            self._refuse("feedback", "true with momentum")
+        if not _is_whole(self.rank) or self.rank < 1:
+            self._refuse("rank", "a whole number, 1 or more")
+        if self.feedback == ESTIMATES and self.scheme == POWERSGD:
+            self._refuse("feedback", "true or false")
+        if not isinstance(self.feedback, bool) and self.feedback != ESTIMATES:
+            self._refuse("feedback", f"true, false or {ESTIMATES}")
+        for key in ("symmetric", "stochastic", "rotate"):
             if not isinstance(getattr(self, key), bool):
                 self._refuse(key, "true or false")
 
@@ -82,7 +98,7 @@ class Scheme:
 
     @property
     def has_residual(self) -> bool:
-        return self.feedback and "feedback" in _KEYS[self.scheme]
+        return bool(self.feedback) and "feedback" in _KEYS[self.scheme]
 
     @property
     def text(self) -> str:
@@ -173,6 +189,14 @@ def _pair(text: str) -> tuple[str, Any]:
         except ValueError:
             continue
     return key, word
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_whole(value)
 
 
 def _word(value: Any) -> str:

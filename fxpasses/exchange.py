@@ -1,188 +1,163 @@
-"""What a compressed bucket goes through, by scheme: encoded, sent in one leg or two, decoded everywhere alike.
+"""What a bucket goes through between its gradients and their mean, from the point of view of a pass.
 
-All functions are tensor code for `splice`. Payloads are flat uint8 tensors (see `custom_ops.layout`).
+    states ─┬─▶ encode ─▶ launch ─ … ─▶ wait ─▶ [recode ─▶ relaunch ─ … ─▶ wait ─▶] decode ─▶ the mean
+            └───────────────────────────────────────────────────────────────────▶ news ─▶ states
+
+`kept` is what a later function needs of an earlier one: a mapping of tensors. All functions are tensor code for
+`splice`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-import custom_ops.quantise
-import custom_ops.topk
-import custom_ops.wire16  # noqa: F401  (registers operators, like the two above)
-from custom_ops.layout import Layout, Layout16, TopKLayout
-from fxpasses.compression import Scheme
+from fxpasses.codecs import Codec, codec_of
+from fxpasses.compression import NONE, POWERSGD, Scheme
+from fxpasses.feedback import Without, feedback_of
+from fxpasses.graph import StateSpec
+from fxpasses.powersgd import PowerSGD
 
-_TWO_LEGS_FROM = 3  # ranks: with two, both ways carry the same, and one leg rounds once
+ROUNDS = "rounds"  # state: how often a bucket was encoded with random rounding
+Kept = dict[str, Any]
+Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """The way of one bucket. `encode` and `decode` are those of the scheme.
+class Exchange(Protocol):
+    """The way of one bucket.
 
     Attributes:
-        layout: of what this rank encodes.
-        group: registered name of the process group.
-        world: its size.
-        rank: this rank in it; the shard that it owns, with two legs.
+        legs: 1, or 2 with `recode` and `relaunch`.
+        first_leg_reduces: whether gradients in the first payload are not sent again in the second.
     """
 
-    layout: Any
-    group: str
-    world: int
-    rank: int
+    @property
+    def legs(self) -> int: ...
 
     @property
-    def legs(self) -> int:
-        return 1
+    def first_leg_reduces(self) -> bool: ...
 
-    @property
-    def second_layout(self) -> Any:
-        """Of what the owners of shards send, all pieces together."""
-        return self.layout
+    def states(self, device: torch.device) -> tuple[StateSpec, ...]:
+        """What lives across steps; the functions get it as `olds`, in this order."""
 
-    def encode(self, flat: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """[n] fp32 → payload, and the new residual (None without one)."""
-        raise NotImplementedError
+    def encode(self, flat: Tensor, olds: Sequence[Tensor]) -> tuple[Tensor, Kept]:
+        """[n] fp32 → payload."""
 
     def launch(self, payload: Tensor) -> Tensor:
         """The collective of the first leg."""
-        if self.legs == 1:
-            return torch.ops._c10d_functional.all_gather_into_tensor(
-                payload, self.world, self.group
-            )
-        sizes = [payload.numel() // self.world] * self.world
-        return torch.ops._c10d_functional.all_to_all_single(payload, sizes, sizes, self.group)
 
-    def recode(self, pieces: Tensor, feedback: bool) -> tuple[Tensor, Tensor | None]:
-        """All ranks' pieces of this rank's shard → one piece of their mean, and what was lost [shard_numel]."""
-        raise NotImplementedError
+    def recode(self, arrived: Tensor, olds: Sequence[Tensor], kept: Kept) -> tuple[Tensor, Kept]:
+        """What the first leg brought → payload of the second."""
 
-    def relaunch(self, piece: Tensor) -> Tensor:
+    def relaunch(self, payload: Tensor) -> Tensor:
         """The collective of the second leg."""
-        return torch.ops._c10d_functional.all_gather_into_tensor(piece, self.world, self.group)
 
-    def decode(self, arrived: Tensor) -> Tensor:
+    def decode(self, arrived: Tensor, olds: Sequence[Tensor], kept: Kept) -> tuple[Tensor, Kept]:
         """What the last leg brought → the mean over the ranks, [n] fp32."""
-        raise NotImplementedError
+
+    def bases(self, kept: Kept) -> Sequence[Any]:
+        """Tensors that say how gradients are encoded, and hold none."""
 
     def telling(self, mean: Tensor) -> Tensor:
-        """Elements of the mean that are not finite if any is: a rank's flag covers all of its bucket."""
-        return mean[:1]
+        """Elements of the mean that are not all finite if any of it is not."""
 
-    def residual(self, new: Tensor, lost: Tensor | None) -> Tensor:
-        """This rank's residual, with what it lost as an owner."""
-        return new
+    def news(
+        self, flat: Tensor, olds: Sequence[Tensor], kept: Kept, result: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The new states, from what was encoded and what `decode` made."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _InShards(Exchange):
-    """One or two legs, by the number of shards."""
+class Coded:
+    """A codec, and what is done about its error.
+
+    Attributes:
+        parameters: with the shapes of their gradients, in the bucket's order.
+        stochastic: whether rounding is random.
+        index: of the bucket, so that no two round alike.
+    """
+
+    codec: Codec
+    feedback: Without
+    parameters: Parameters
+    stochastic: bool
+    index: int
 
     @property
     def legs(self) -> int:
-        return 1 if self.layout.shards == 1 else 2
-
-    def rows(self, arrived: Tensor) -> Tensor:
-        """With one leg a payload of each rank; with two, one that consists of all owners' pieces."""
-        return arrived.view(self.world if self.legs == 1 else 1, -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantised(_InShards):
-    """int8 and int4.
-
-    Attributes:
-        second_bits: of the second leg.
-    """
-
-    second_bits: int
+        return self.codec.legs
 
     @property
-    def second_layout(self) -> Layout:
-        return dataclasses.replace(self.layout, bits=self.second_bits)
+    def first_leg_reduces(self) -> bool:
+        return self.legs == 1
 
-    def encode(self, flat: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        payload, new = torch.ops.fxpasses.quantise(flat, residual, None, *self.layout.fields)
-        return payload, None if residual is None else new
+    def states(self, device: torch.device) -> tuple[StateSpec, ...]:
+        parts = tuple((name, math.prod(shape)) for name, shape in self.parameters)
+        first, numel = parts[0][0], sum(n for _, n in parts)
+        flats = [
+            StateSpec(kind, first, (numel,), torch.float32, device, parts=parts)
+            for kind in self.feedback.kinds
+        ]
+        rounds = [StateSpec(ROUNDS, first, (), torch.int64, device)] if self.stochastic else []
+        return (*flats, *rounds)
 
-    def recode(self, pieces: Tensor, feedback: bool) -> tuple[Tensor, Tensor | None]:
-        nothing = (
-            pieces.new_zeros(self.layout.shard_numel, dtype=torch.float32) if feedback else None
-        )
-        piece, lost = torch.ops.fxpasses.requantise(
-            pieces.view(self.world, -1),
-            nothing,
-            None,
-            self.rank,
-            self.second_bits,
-            *self.layout.fields,
-        )
-        return piece, lost if feedback else None
+    def encode(self, flat: Tensor, olds: Sequence[Tensor]) -> tuple[Tensor, Kept]:
+        payload, lost = self.codec.encode(*self.feedback.before(flat, olds), self._seed(olds, 0))
+        return payload, {"lost": lost, "lost_as_owner": None}
 
-    def decode(self, arrived: Tensor) -> Tensor:
-        layout = self.second_layout if self.legs == 2 else self.layout
-        return torch.ops.fxpasses.dequantise(self.rows(arrived), *layout.fields)
+    def launch(self, payload: Tensor) -> Tensor:
+        return self.codec.launch(payload)
 
-    def residual(self, new: Tensor, lost: Tensor | None) -> Tensor:
-        size = self.layout.shard_numel
-        start, end = self.rank * size, min((self.rank + 1) * size, self.layout.numel)
-        if lost is None or start >= end:
-            return new
-        owned = new[start:end] + self.world * lost[: end - start]
-        return torch.slice_scatter(new, owned, 0, start, end)
+    def recode(self, arrived: Tensor, olds: Sequence[Tensor], kept: Kept) -> tuple[Tensor, Kept]:
+        has_feedback = kept["lost"] is not None
+        piece, lost = self.codec.recode(arrived, has_feedback, self._seed(olds, 1))
+        return piece, {**kept, "lost_as_owner": lost}
 
+    def relaunch(self, payload: Tensor) -> Tensor:
+        return self.codec.relaunch(payload)
 
-@dataclasses.dataclass(frozen=True)
-class Sixteen(_InShards):
-    """fp16 and bf16, with a power-of-two scale. Nothing is kept of what is lost."""
+    def decode(self, arrived: Tensor, olds: Sequence[Tensor], kept: Kept) -> tuple[Tensor, Kept]:
+        return self.feedback.result(self.codec.decode(arrived), olds), kept
 
-    def encode(self, flat: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return torch.ops.fxpasses.encode16(flat, *self.layout.fields), None
+    def bases(self, kept: Kept) -> Sequence[Any]:
+        return ()
 
-    def recode(self, pieces: Tensor, feedback: bool) -> tuple[Tensor, Tensor | None]:
-        shard = Layout16(self.layout.shard_numel, 1, self.layout.dtype)
-        mean = torch.ops.fxpasses.decode16(pieces.view(self.world, -1), *shard.fields)
-        return torch.ops.fxpasses.encode16(mean, *shard.fields), None
+    def telling(self, mean: Tensor) -> Tensor:
+        return mean[:1]  # a rank's flag covers all of its bucket
 
-    def decode(self, arrived: Tensor) -> Tensor:
-        return torch.ops.fxpasses.decode16(self.rows(arrived), *self.layout.fields)
+    def news(
+        self, flat: Tensor, olds: Sequence[Tensor], kept: Kept, result: Tensor
+    ) -> tuple[Tensor, ...]:
+        lost = kept["lost"]
+        if lost is not None:
+            lost = self.codec.residual(lost, kept["lost_as_owner"])
+        news = self.feedback.news(flat, olds, lost, result)
+        return (*news, olds[-1] + 1) if self.stochastic else news
 
-
-@dataclasses.dataclass(frozen=True)
-class TopK(Exchange):
-    """The largest elements. Each rank has others, so that one leg carries them all."""
-
-    def encode(self, flat: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        old = torch.zeros_like(flat) if residual is None else residual
-        payload, new = torch.ops.fxpasses.topk_encode(flat, old, *self.layout.fields)
-        return payload, None if residual is None else new
-
-    def decode(self, arrived: Tensor) -> Tensor:
-        return torch.ops.fxpasses.topk_decode(arrived.view(self.world, -1), *self.layout.fields)
+    def _seed(self, olds: Sequence[Tensor], leg: int) -> Tensor | None:
+        if not self.stochastic:
+            return None
+        return (olds[-1] * self.codec.world + self.codec.rank) * 2**20 + (2 * self.index + leg)
 
 
 def exchange_of(
-    scheme: Scheme, lengths: Sequence[int], group: str, world: int, rank: int
-) -> Exchange:
-    """The exchange of a bucket.
+    scheme: Scheme, parameters: Parameters, group: str, world: int, rank: int, index: int
+) -> Exchange | None:
+    """The exchange of a bucket; None for one that is sent as it is.
 
     Args:
-        lengths: elements of each parameter in the bucket, in order.
+        parameters: with the shapes of their gradients, in the bucket's order.
+        index: of the bucket.
     """
-    shards = world if world >= _TWO_LEGS_FROM else 1
-    numel = sum(lengths)
-    if scheme.scheme == "topk":
-        return TopK(TopKLayout(numel, scheme.ratio), group, world, rank)
-    if scheme.scheme in ("bf16", "fp16"):
-        return Sixteen(Layout16(numel, shards, scheme.scheme), group, world, rank)
-    layout = Layout(
-        tuple(lengths), shards, scheme.bits, scheme.group, scheme.symmetric, scheme.rotate
-    )
-    second = scheme.second_bits if scheme.scheme == "int4" else scheme.bits
-    return Quantised(layout, group, world, rank, second)
+    if scheme.scheme == NONE:
+        return None
+    if scheme.scheme == POWERSGD:
+        found = PowerSGD(parameters, scheme.rank, bool(scheme.feedback), group, world)
+        return found if any(found.is_low_rank(shape) for _, shape in parameters) else None
+    codec = codec_of(scheme, [math.prod(shape) for _, shape in parameters], group, world, rank)
+    return Coded(codec, feedback_of(scheme), parameters, scheme.stochastic, index)

@@ -41,8 +41,8 @@ class FilledBucket:
         return self.flat.meta["bucket"].parameters
 
     @property
-    def numels(self) -> tuple[int, ...]:
-        return self.flat.meta["bucket"].numels
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.flat.meta["bucket"].shapes
 
     @property
     def dtype(self) -> torch.dtype:

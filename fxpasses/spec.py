@@ -111,7 +111,8 @@ def state_keeps_its_form(graph: TrainingGraph) -> Iterator[Violation]:
 
 def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
     """Each gradient output passed exactly one reducing collective, on every way from where it begins to be one:
-    a tangent, a pending gradient, or what a backward inside the graph made (`meta["contribution"]`).
+    a tangent, a pending gradient, or what a backward inside the graph made (`meta["contribution"]`). No way
+    leads through what says how gradients are encoded (`meta["encoding"]`).
 
     Holds once gradients are synchronised.
     """
@@ -120,7 +121,8 @@ def reduced_once(graph: TrainingGraph) -> Iterator[Violation]:
         begins = _begins_a_gradient(node)
         above = {0} if begins else set().union(*(counts[n] for n in node.all_input_nodes))
         reduces = is_launch(node) and node.meta.get("reduces", False)
-        counts[node] = {count + reduces for count in above}
+        is_encoding = node.meta.get("encoding", False)
+        counts[node] = set() if is_encoding else {count + reduces for count in above}
     for gradient in graph.gradients():
         found = counts[gradient.node]
         if gradient.node.meta["val"].numel() and found - {1}:

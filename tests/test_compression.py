@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpasses.compression import Scheme, compression_text, parse_rules, scheme_of
+from fxpasses.compression import SCHEMES, Scheme, compression_text, parse_rules, scheme_of
 from fxpasses.config import Hardening
 
 
@@ -21,6 +21,12 @@ from fxpasses.config import Hardening
             {"scheme": "int4", "group": 64, "symmetric": False, "rotate": True, "second_bits": 4},
             "int4:group=64:symmetric=false:rotate=true:second_bits=4",
         ),
+        (
+            {"scheme": "int8", "stochastic": True, "feedback": "ef21"},
+            "int8:stochastic=true:feedback=ef21",
+        ),
+        ({"scheme": "topk", "momentum": 0.9}, "topk:momentum=0.9"),
+        ({"scheme": "powersgd", "rank": 2}, "powersgd:rank=2"),
         ({"*": "int4", "*.bias": "none"}, "*=int4;*.bias=none"),
         ({"head.*": {"scheme": "topk", "feedback": False}}, "head.*=topk:feedback=false"),
         ({"*.bias": "none"}, ""),
@@ -45,10 +51,8 @@ def test_the_last_pattern_that_matches_wins():
 
 
 def test_what_has_feedback():
-    schemes = {
-        name: Scheme(name).has_residual for name in ("none", "bf16", "fp16", "int8", "int4", "topk")
-    }
-    assert [name for name, has in schemes.items() if has] == ["int8", "int4", "topk"]
+    schemes = {name: Scheme(name).has_residual for name in SCHEMES}
+    assert [name for name, has in schemes.items() if has] == ["int8", "int4", "topk", "powersgd"]
     assert not Scheme("topk", feedback=False).has_residual
 
 
@@ -69,6 +73,15 @@ def test_what_has_feedback():
         ({"scheme": "int4", "group": 16, "rotate": True}, "got group=16; expected at least 32"),
         ({"scheme": "int4", "second_bits": 2}, "got second_bits=2; expected 8 or 4"),
         ({"scheme": "int8", "symmetric": 1}, "got symmetric=1; expected true or false"),
+        ({"scheme": "int8", "stochastic": "yes"}, "got stochastic='yes'; expected true or false"),
+        (
+            {"scheme": "int8", "feedback": "ef20"},
+            "got feedback='ef20'; expected true, false or ef21",
+        ),
+        ({"scheme": "powersgd", "feedback": "ef21"}, "got feedback='ef21'; expected true or false"),
+        ({"scheme": "powersgd", "rank": 0}, "got rank=0; expected a whole number"),
+        ({"scheme": "topk", "momentum": 1}, "got momentum=1; expected a number from 0"),
+        ({"scheme": "topk", "momentum": 0.9, "feedback": False}, "expected true with momentum"),
         ({"scheme": "int8", "ratio": 0.1}, "scheme 'int8' has no 'ratio'"),
         ({"scheme": "topk", "ratoi": 0.1}, "scheme 'topk' has no 'ratoi'; did you mean 'ratio'?"),
         ({"scheme": "bf16", "group": 64}, "scheme 'bf16' has no 'group'; it takes none"),

@@ -342,6 +342,19 @@ def test_a_gradient_is_reduced_once(fake_world, times):
         spec.check(graph, "x", (spec.reduced_once,))
 
 
+def test_what_says_how_gradients_are_encoded_is_no_way(fake_world):
+    graph = doubled((3,))
+    node = graph.gradients()[0].node
+    base = add_call(graph, torch.ops.aten.neg.default, node)
+    reduce_gradient(graph, 0, fake_world, 1)
+    product = add_call(graph, torch.ops.aten.mul.Tensor, graph.gradients()[0].node, base)
+    graph.set_output(0, product)
+    with pytest.raises(SpecError, match="was reduced 0 or 1 times"):
+        spec.check(graph, "x", (spec.reduced_once,))
+    base.meta["encoding"] = True
+    spec.check(graph, "x", (spec.reduced_once,))
+
+
 def test_collectives_of_the_model_are_no_reductions(fake_world):
     graph = doubled((3,))
     reduce_gradient(graph, 0, fake_world, 2)

@@ -29,12 +29,17 @@ from fxpasses.rewrite import Provenance, model_line, splice
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """What a flat node (`node.meta["bucket"]`) holds: parameters in order, with their element counts."""
+    """What a flat node (`node.meta["bucket"]`) holds: parameters in order, and their gradients' shapes."""
 
     index: int
     parameters: tuple[str, ...]
-    numels: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     model_line: str
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each."""
+        return tuple(map(math.prod, self.shapes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +104,8 @@ class Bucketing(Pass):
             name=f"bucket{index}",
             provenance=Provenance("bucketing", "flatten", last.name, model_line(last), parameters),
         )
-        numels = tuple(g.node.meta["val"].numel() for g in group)
-        flat.meta["bucket"] = Bucket(index, parameters, numels, model_line(last))
+        shapes = tuple(tuple(g.node.meta["val"].shape) for g in group)
+        flat.meta["bucket"] = Bucket(index, parameters, shapes, model_line(last))
         return flat
 
     def _views(
@@ -108,14 +113,15 @@ class Bucketing(Pass):
     ) -> dict[int, fx.Node]:
         """Write the views of one bucket; returns what becomes each output of its gradients."""
         bucket: Bucket = flat.meta["bucket"]
-        shapes = [tuple(g.node.meta["val"].shape) for g in group]
         permutations = self._permutations(group)
         views = splice(
             graph,
             graph.output_node,
             lambda x: [
                 _unflatten(part, shape, p)
-                for part, shape, p in zip(x.split(bucket.numels), shapes, permutations, strict=True)
+                for part, shape, p in zip(
+                    x.split(bucket.numels), bucket.shapes, permutations, strict=True
+                )
             ],
             flat,
             name=f"bucket{bucket.index}",

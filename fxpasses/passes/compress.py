@@ -5,10 +5,10 @@
                                                       ─▶ all_gather ─ … ─▶ wait ─▶ decode ─▶ views
 
 Two legs from three ranks on, where the scheme can be cut into shards: each rank then receives 2 (W-1)/W
-payloads instead of W-1. Before: buckets of one scheme each. After: each gradient output passed one reducing
-exchange; what has no scheme is all-reduced as it is. A launch stands right behind its bucket, the second leg's
-behind the next bucket's first, all other waits behind the last computation: the same order on every rank, and
-every rank decodes the same bytes.
+payloads instead of W-1. PowerSGD has two legs of its own (`powersgd.py`). Before: buckets of one scheme each.
+After: each gradient output passed one reducing exchange; what has no scheme is all-reduced as it is. A launch
+stands right behind its bucket, the second leg's behind the next bucket's first, all other waits behind the last
+computation: the same order on every rank, and every rank decodes the same bytes.
 
 Error feedback (Seide et al., Interspeech 2014): a residual per parameter, a state. What the owner of a shard
 loses in the second leg goes into its own residual, W-fold since means divide by W; so there is one residual, in
@@ -20,19 +20,17 @@ stay.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from fxpasses.compression import NONE, Rules, parse_rules, scheme_of
+from fxpasses.compression import Rules, parse_rules, scheme_of
 from fxpasses.exchange import Exchange, exchange_of
-from fxpasses.graph import StateSpec, TrainingGraph
+from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.reduction import FilledBucket, filled_buckets, payload_bytes
 from fxpasses.rewrite import Provenance, splice
-
-RESIDUAL = "residual"
 
 
 @dataclasses.dataclass
@@ -42,17 +40,18 @@ class _Sent:
     Attributes:
         exchange: None for one that is all-reduced as it is.
         launch: the collective that is in flight.
-        old, new: the residual, before and after the first leg; None without one.
-        lost: by this rank as the owner of a shard.
-        result: the reduced bucket.
+        encoded: the bucket in fp32; None without an exchange.
+        olds: the states before this step.
+        kept: what later functions of the exchange need.
+        result: the mean, in fp32; of a bucket without an exchange, what was reduced.
     """
 
     bucket: FilledBucket
     exchange: Exchange | None
     launch: fx.Node
-    old: fx.Node | None = None
-    new: fx.Node | None = None
-    lost: fx.Node | None = None
+    encoded: fx.Node | None = None
+    olds: list[fx.Node] = dataclasses.field(default_factory=list)
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
     result: fx.Node | None = None
 
 
@@ -83,8 +82,8 @@ class Compress(Pass):
         return (
             "by bucket, what its scheme states (see custom_ops): int8 and int4, each leg: s/2 (1 + 2^-14) with "
             "s the bf16 scale of its group; fp16: max(2^-11 |v|, 2^-39 max |v|); bf16: 2^-8 |v|; topk: every "
-            "element that is not among its chunk's largest. With feedback: sent + residuals = gradients, up to "
-            "rounding in fp32"
+            "element that is not among its chunk's largest; powersgd: what is outside of the subspace. With "
+            "feedback: sent + residuals = gradients, up to rounding in fp32"
         )
 
     def run(self, graph: TrainingGraph) -> Report:
@@ -118,7 +117,9 @@ class Compress(Pass):
         assert self.group is not None and self.world is not None and self.rank is not None
         assert self.reduce is not None
         scheme = scheme_of(bucket.parameters, rules)
-        if scheme.scheme == NONE:
+        parameters = tuple(zip(bucket.parameters, bucket.shapes, strict=True))
+        exchange = exchange_of(scheme, parameters, self.group, self.world, self.rank, bucket.index)
+        if exchange is None:
             launch = bucket.launch_all_reduce(
                 graph, self.reduce, self.dtype, self.group, self.world
             )
@@ -128,34 +129,32 @@ class Compress(Pass):
                 f"option 'compression': {scheme.scheme!r} does not fit the {bucket.dtype} gradient of "
                 f"{bucket.parameters[0]!r}; give it 'none'"
             )
-        exchange = exchange_of(scheme, bucket.numels, self.group, self.world, self.rank)
-        old = None
-        if scheme.has_residual:
-            value = bucket.flat.meta["val"]
-            parts = tuple(zip(bucket.parameters, bucket.numels, strict=True))
-            spec = StateSpec(
-                RESIDUAL, parts[0][0], (value.numel(),), torch.float32, value.device, parts=parts
-            )
-            old = graph.add_state(spec)
+        device = bucket.flat.meta["val"].device
+        olds = [graph.add_state(spec) for spec in exchange.states(device)]
         place = bucket.flat.next
-        payload, new = bucket.write(
-            graph, place, "encode", lambda x, r: exchange.encode(x.float(), r), bucket.flat, old
-        )
+
+        def encode(x, olds):
+            x = x.float()
+            return x, exchange.encode(x, olds)
+
+        encoded, (payload, kept) = bucket.write(graph, place, "encode", encode, bucket.flat, olds)
         launch = bucket.write(graph, place, "launch", exchange.launch, payload)
-        if exchange.legs == 1:
+        if exchange.first_leg_reduces:
             bucket.mark_launch(launch)
-        return _Sent(bucket, exchange, launch, old, new)
+        return _Sent(bucket, exchange, launch, encoded, olds, kept)
 
     def _second_leg(self, graph: TrainingGraph, one: _Sent, before: fx.Node) -> None:
         assert one.exchange is not None
         exchange = one.exchange
-        pieces = one.bucket.write(
+        arrived = one.bucket.write(
             graph, before, "receive", torch.ops._c10d_functional.wait_tensor, one.launch
         )
-        piece, one.lost = one.bucket.write(
-            graph, before, "recode", lambda x: exchange.recode(x, one.old is not None), pieces
+        payload, one.kept = one.bucket.write(
+            graph, before, "recode", exchange.recode, arrived, one.olds, one.kept
         )
-        one.launch = one.bucket.write(graph, before, "relaunch", exchange.relaunch, piece)
+        for node in exchange.bases(one.kept):
+            node.meta["encoding"] = True
+        one.launch = one.bucket.write(graph, before, "relaunch", exchange.relaunch, payload)
         one.bucket.mark_launch(one.launch)
 
     def _finish(self, graph: TrainingGraph, one: _Sent) -> None:
@@ -166,43 +165,44 @@ class Compress(Pass):
             graph, place, "wait", torch.ops._c10d_functional.wait_tensor, one.launch
         )
 
-        def decode(x: torch.Tensor) -> torch.Tensor:
-            if exchange is None:
-                return x.to(dtype)
-            mean = exchange.decode(x)
-            return (mean * scale if scale != 1 else mean).to(dtype)
+        def decode(x, olds, kept):
+            mean, kept = (x, kept) if exchange is None else exchange.decode(x, olds, kept)
+            is_sum = exchange is not None and scale != 1
+            return mean, kept, (mean * scale if is_sum else mean).to(dtype)
 
-        one.result = one.bucket.write(graph, place, "decode", decode, arrived)
-        assert one.result is not None
-        one.bucket.deliver(graph, one.result)
+        one.result, one.kept, delivered = one.bucket.write(
+            graph, place, "decode", decode, arrived, one.olds, one.kept
+        )
+        one.bucket.deliver(graph, delivered)
 
     def _commit(self, graph: TrainingGraph, sent: list[_Sent]) -> None:
-        with_residual = [one for one in sent if one.new is not None]
-        if not with_residual:
+        with_state = [one for one in sent if one.olds]
+        if not with_state:
             return
-        # A compressed bucket is finite or all NaN (a shard of it, with two legs), so few elements tell.
-        results = [(one.result, one.exchange) for one in sent]
+        exchanges = [one.exchange for one in sent]
         finite = splice(
             graph,
             graph.output_node,
-            lambda xs: torch.stack(
+            lambda results: torch.stack(
                 [
                     (x if exchange is None else exchange.telling(x)).isfinite().all()
-                    for x, (_, exchange) in zip(xs, results, strict=True)
+                    for x, exchange in zip(results, exchanges, strict=True)
                 ]
             ).all(),
-            [result for result, _ in results],
+            [one.result for one in sent],
             name="finite",
             provenance=Provenance(self.name, "finite"),
         )
-        for one in with_residual:
-            exchange = one.exchange
-            assert exchange is not None and one.old is not None
+        for one in with_state:
+            assert one.exchange is not None
 
-            def commit(finite, old, new, lost, exchange=exchange):
-                return torch.where(finite, exchange.residual(new, lost), old)
+            def commit(finite, encoded, olds, kept, result, exchange=one.exchange):
+                news = exchange.news(encoded, olds, kept, result)
+                return [torch.where(finite, *pair) for pair in zip(news, olds, strict=True)]
 
             written = one.bucket.write(
-                graph, graph.output_node, "commit", commit, finite, one.old, one.new, one.lost
+                *(graph, graph.output_node, "commit", commit, finite),
+                *(one.encoded, one.olds, one.kept, one.result),
             )
-            graph.write_state(one.old.meta["state"].name, written)
+            for old, new in zip(one.olds, written, strict=True):
+                graph.write_state(old.meta["state"].name, new)

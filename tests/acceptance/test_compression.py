@@ -14,6 +14,7 @@ from tests.multirank import run_ranks
 EAGER = "hardened_aot_eager"
 ALL = "topk:ratio=1.0"  # a bucket of so few elements would else send one
 SCHEMES = ["int8", "int4", ALL, "fp16", "bf16"]
+LOW_RANK = {"scheme": "powersgd", "rank": 1}
 # Of a single value, which is its group's largest: an int code of 127 or 7 times a bf16 scale, or 16 bits.
 RTOL = {"int8": 0.01, "int4": 0.02, ALL: 0.004, "fp16": 1e-3, "bf16": 0.008}
 
@@ -192,25 +193,49 @@ def trained(rank: int, compression, backend: str, steps: int) -> tuple[list[torc
     return [p.detach() for p in model.parameters()], fxpasses.runtime(model).state_dict()["state"]
 
 
+def expected_states(scheme) -> set[str]:
+    names = {"conv.weight", "conv.bias", "norm.weight", "norm.bias", "head.weight", "head.bias"}
+    kinds = ["residual"]
+    if isinstance(scheme, dict):
+        if "norm.*" in scheme:
+            names = {name for name in names if not name.startswith("norm")}
+        if scheme.get("feedback") == "ef21":
+            kinds = ["estimate", "mean_estimate"]
+        kinds += ["velocity"] * ("momentum" in scheme)
+    found = {f"{kind}/{name}" for kind in kinds for name in names}
+    if scheme == LOW_RANK:
+        # The convolution's bias has a bucket of its own, which is reduced as it is.
+        weights = {"subspace/head.weight", "subspace/conv.weight"}
+        return weights | {name for name in found if not name.endswith("conv.bias")}
+    if isinstance(scheme, dict) and scheme.get("stochastic"):
+        return found | {f"rounds/{bucket}" for bucket in ("head.bias", "norm.weight", "conv.bias")}
+    return found
+
+
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("scheme", ["int8", "int4", {"*": "topk", "norm.*": "none"}])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("int8", "int4", {"*": "topk", "norm.*": "none"}, LOW_RANK),
+        {"scheme": "int4", "stochastic": True, "feedback": "ef21"},
+        {"scheme": "topk", "ratio": 0.3, "momentum": 0.5},
+    ],
+    ids=str,
+)
 def test_ranks_stay_bitwise_alike_and_near_the_dense_run(scheme, world):
     ranks = run_ranks(trained, world, scheme, EAGER, 6)
     dense, _ = run_ranks(trained, world, "none", EAGER, 6)[0]
     for parameters, state in ranks:
         assert all(map(torch.equal, parameters, ranks[0][0]))
-        names = {"conv.weight", "conv.bias", "norm.weight", "norm.bias", "head.weight", "head.bias"}
-        with_residual = {
-            n for n in names if not (isinstance(scheme, dict) and n.startswith("norm"))
-        }
-        assert set(state) == {f"residual/{name}" for name in with_residual}
+        assert set(state) == expected_states(scheme)
     apart = max(float((a - b).abs().max()) for a, b in zip(ranks[0][0], dense, strict=True))
     assert 0 < apart < 0.05
 
 
-def test_inductor_s_result_is_that_of_the_graph():
-    (with_inductor, _), *_ = run_ranks(trained, 3, "int4", "hardened", 3)
-    (eager, _), *_ = run_ranks(trained, 3, "int4", EAGER, 3)
+@pytest.mark.parametrize("scheme", ["int4", LOW_RANK], ids=str)
+def test_inductor_s_result_is_that_of_the_graph(scheme):
+    (with_inductor, _), *_ = run_ranks(trained, 3, scheme, "hardened", 3)
+    (eager, _), *_ = run_ranks(trained, 3, scheme, EAGER, 3)
     for a, b in zip(with_inductor, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)  # a code may round the other way
 
