@@ -50,7 +50,7 @@ class Reduction:
         self.buckets = [torch.randn(size, generator=generator) for size in sizes]
         self.exchanges: list[Coded] = []
         if scheme != "fp32":
-            chosen = scheme_of(["all"], parse_rules(scheme))
+            chosen = scheme_of("all", parse_rules(scheme))
             self.exchanges = [
                 Coded(
                     codec_of(chosen, [size], group, self.world, self.rank),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Mapping
 
 import torch
 
 from fxpasses.clipping import Clipping
+from fxpasses.compression import Levels
 from fxpasses.config import LossScale, Watching
 from fxpasses.coverage import Reduced, reduced
 from fxpasses.distributed import first_use
@@ -32,8 +34,7 @@ class Binding:
         records: of the parameters whose gradients the backward reduces over several ranks.
         scaler: the loss scale, if the options ask for one.
         clipping: of the gradients' norm, likewise.
-        plan: what a synchronising backward sends.
-        digest: two integers that stand for it.
+        plan: what a synchronising backward sends; of adaptive compression, at its first levels.
     """
 
     references: list[weakref.ref[torch.Tensor]]
@@ -44,7 +45,6 @@ class Binding:
     scaler: Scaler | None
     clipping: Clipping | None
     plan: Plan
-    digest: tuple[int, int]
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are its inputs, and nothing has changed about whose they are."""
@@ -62,15 +62,28 @@ class Binding:
         assert tensor is not None, f"{name!r} was reachable when the ranks agreed"
         return tensor
 
-    def whole_plan(self) -> Plan:
-        """The plan, with what could take part."""
+    def plan_at(self, levels: Levels | None) -> Plan:
+        """The plan with these levels of adaptive compression."""
+        return self.plan if levels is None else dataclasses.replace(self.plan, levels=levels)
+
+    def digest(self, levels: Levels | None = None) -> tuple[int, int]:
+        """Two integers that stand for that plan."""
+        return _digest(self.plan_at(levels))
+
+    def whole_plan(self, levels: Levels | None = None) -> Plan:
+        """That plan, with what could take part."""
         found = [(name, t) for name, r in self.reach.items() if (t := r()) is not None]
         forms = [
             form_of(name, t)
             for name, t in found
             if t.requires_grad or not isinstance(t, torch.nn.Parameter)
         ]
-        return dataclasses.replace(self.plan, reachable=tuple(forms))
+        return dataclasses.replace(self.plan_at(levels), reachable=tuple(forms))
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(plan: Plan) -> tuple[int, int]:
+    return halves(plan.digest())
 
 
 def bind(
@@ -108,7 +121,6 @@ def bind(
         scaler=_scaler(unit, owner),
         clipping=_clipping(unit, owner),
         plan=plan,
-        digest=halves(plan.digest()),
     )
 
 

@@ -164,7 +164,7 @@ class Calls:
         took_part = self._took_part(backward, states, flags)
         outputs = self.drop_unused(way, outputs, given, took_part)
         if call.binding.runtime is not None:
-            if way.variant.union is not None:
+            if way.variant.union is not None or way.variant.levels is not None:
                 call.binding.runtime.record_plan(call.binding.region, backward.collectives)
             norm = _found(NORM_STATE, backward, states)
             call.binding.runtime.record_backward(backward.collectives, norm)

@@ -5,18 +5,21 @@
     {"*": "int4", "*.bias": "none", "head.*": "int8"} by patterns of qualified names; the last that matches wins
 
 In a pipeline string: `topk:ratio=0.01` and `*=int4;*.bias=none;head.*=int8:group=64`.
+
+`adaptive` stands for one of its levels, anew in each step (see `levels.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fxpasses.config import nearest
 
-NONE, POWERSGD = "none", "powersgd"
+NONE, POWERSGD, ADAPTIVE = "none", "powersgd", "adaptive"
+NORM, BUDGET = POLICIES = ("norm", "budget")
 ESTIMATES = "ef21"  # a kind of feedback
 # What each scheme can be told, besides its name.
 _KEYS = {
@@ -27,8 +30,13 @@ _KEYS = {
     "int4": ("group", "symmetric", "stochastic", "feedback", "rotate", "second_bits"),
     "topk": ("ratio", "momentum", "feedback"),
     POWERSGD: ("rank", "feedback"),
+    ADAPTIVE: (
+        *("levels", "policy", "threshold", "budget"),
+        *("group", "rotate", "second_bits", "ratio", "rank"),
+    ),
 }
 SCHEMES = tuple(_KEYS)
+_LEVELS = ("int8", "int4", "topk", POWERSGD)  # they share one kind of residual
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,11 @@ class Scheme:
         ratio: (topk) share of the elements that is sent, above 0 and at most 1.
         momentum: (topk) taken before elements are chosen, in place of the optimizer's own; 0 for none.
         rank: (powersgd) columns of the two thin matrices that stand for a gradient.
+        levels: (adaptive) schemes, from the one that loses least to the one that sends least: "int8/int4/topk".
+        policy: (adaptive) "norm" takes the first level while the norm of the gradients changes, else the last;
+            "budget" gives each layer the level with which all together send least within an error budget.
+        threshold: (norm) by what share of its moving average the norm has to differ.
+        budget: (budget) of the gradients' squared norm the share that may be lost.
     """
 
     scheme: str = NONE
@@ -59,6 +72,10 @@ class Scheme:
     ratio: float = 0.01
     momentum: float = 0.0
     rank: int = 4
+    levels: str = "int4/topk"
+    policy: str = NORM
+    threshold: float = 0.5
+    budget: float = 0.05
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
@@ -83,9 +100,33 @@ class Scheme:
             self._refuse("feedback", "true or false")
         if not isinstance(self.feedback, bool) and self.feedback != ESTIMATES:
             self._refuse("feedback", f"true, false or {ESTIMATES}")
+        self._check_levels()
         for key in ("symmetric", "stochastic", "rotate"):
             if not isinstance(getattr(self, key), bool):
                 self._refuse(key, "true or false")
+
+    def _check_levels(self) -> None:
+        if isinstance(self.levels, list | tuple):
+            object.__setattr__(self, "levels", "/".join(map(str, self.levels)))
+        names = self.levels.split("/") if isinstance(self.levels, str) else []
+        if len(names) < 2 or len(set(names)) < len(names) or not set(names) <= set(_LEVELS):
+            self._refuse("levels", f"two or more of {', '.join(_LEVELS)}, such as int4/topk")
+        if self.policy not in POLICIES:
+            self._refuse("policy", " or ".join(POLICIES))
+        if not _is_number(self.threshold) or not 0 < self.threshold < 1:
+            self._refuse("threshold", "a number above 0 and below 1")
+        if not _is_number(self.budget) or not 0 < self.budget < 1:
+            self._refuse("budget", "a number above 0 and below 1")
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """(adaptive) The levels, in order."""
+        return tuple(self.levels.split("/"))
+
+    def level(self, name: str) -> Scheme:
+        """(adaptive) The scheme of a level, which shares parameters with the others."""
+        shared = {key: getattr(self, key) for key in _KEYS[name] if key in _KEYS[ADAPTIVE]}
+        return Scheme(name, **shared)
 
     def _refuse(self, key: str, wanted: str) -> None:
         raise ValueError(
@@ -113,6 +154,7 @@ class Scheme:
 
 
 Rules = tuple[tuple[str, Scheme], ...]
+Levels = tuple[tuple[str, str], ...]  # parameters and their levels, where a scheme is adaptive
 
 
 def compression_text(value: Any) -> str:
@@ -140,13 +182,32 @@ def parse_rules(text: str) -> Rules:
     return tuple(rules)
 
 
-def scheme_of(parameters: Iterable[str], rules: Rules) -> Scheme:
-    """The scheme of a bucket, whose parameters all have the same one."""
-    for name in parameters:
-        for pattern, scheme in reversed(rules):
-            if fnmatch.fnmatchcase(name, pattern):
-                return scheme
-        break
+def scheme_of(parameter: str, rules: Rules, levels: Levels | None = None) -> Scheme:
+    """The scheme of a parameter.
+
+    Args:
+        levels: of adaptive schemes; a parameter that is not in it is sent as it is. None, where nobody has
+            chosen yet, is the first level for all.
+    """
+    scheme = option_of(parameter, rules)
+    if scheme.scheme != ADAPTIVE:
+        return scheme
+    if levels is None:
+        return scheme.level(scheme.level_names[0])
+    name = dict(levels).get(parameter)
+    return Scheme() if name is None else scheme.level(name)
+
+
+def adapts(text: str) -> bool:
+    """Whether any scheme of the option is adaptive."""
+    return any(scheme.scheme == ADAPTIVE for _, scheme in parse_rules(text))
+
+
+def option_of(parameter: str, rules: Rules) -> Scheme:
+    """What the option says of a parameter."""
+    for pattern, scheme in reversed(rules):
+        if fnmatch.fnmatchcase(parameter, pattern):
+            return scheme
     return Scheme()
 
 

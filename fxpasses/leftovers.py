@@ -23,7 +23,7 @@ from fxpasses.graph import PENDING_STATE, StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
 from fxpasses.state import STORE
 from fxpasses.unit import Unit, form_of
-from fxpasses.variants import LEFT, Variant, pending_of
+from fxpasses.variants import LEFT, pending_of
 
 _owing: set[tuple[int, ...]] = (
     set()
@@ -68,7 +68,7 @@ def _reduce(unit: Unit, binding: Binding) -> None:
         )
     parameters = {form.name: binding.agreed(form.name) for form in union.parameters}
     specs = tuple(pending_of(name, p) for name, p in parameters.items())
-    backward = unit.backward(Variant(LEFT, union, specs))
+    backward = unit.backward(unit.starting(LEFT, union=union, absent=specs))
     taken = {name: accumulation.take(p) for name, p in parameters.items()}
     states = [_state(binding, spec, taken) for spec in backward.states]
     with waiting(unit.group, f"the reduction of what micro-batches of {unit.scope.code} left"):

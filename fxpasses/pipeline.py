@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fxpasses.compression import adapts
 from fxpasses.config import Hardening
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import STAGES, Pass, Report
@@ -148,6 +149,8 @@ def _default(hardening: Hardening, world: int) -> str:
         *precision,  # first, so that all others see the graph that will run
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
         *((*_SYNCHRONISE, exchange) if world > 1 else ()),
+        # Behind the compression: the next step's levels depend on what was reduced.
+        *(("measure_norms",) if world > 1 and adapts(hardening.compression) else ()),
         *(("clip_norm",) if clipped else ()),  # on reduced gradients: all ranks have the same norm
         *(("overflow",) if scaled else ()),  # last: on what the optimizer will see
     )

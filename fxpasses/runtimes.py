@@ -22,6 +22,7 @@ from fxpasses.clipping import Clipping
 from fxpasses.config import Hardening, LossScale, Watching, nearest
 from fxpasses.coverage import check_optimizer
 from fxpasses.distributed.plans import PlannedCollective
+from fxpasses.levels import Branch
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.state import STORE
 from fxpasses.watch import Watch
@@ -73,6 +74,7 @@ class Runtime:
         self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter → name
         self._named_by = 0.0  # parameters of the module whose names are in use; 0: names of graphs
         self._plan: dict[Any, tuple[PlannedCollective, ...]] = {}  # by region
+        self._branches: dict[Any, tuple[Branch, ...]] = {}  # by region
         self._step = StepRecord()
         self._skips: torch.Tensor | None = None  # of this step, while the host has not asked
         self._step_ended = False
@@ -100,6 +102,11 @@ class Runtime:
     def plan(self) -> tuple[PlannedCollective, ...]:
         """The collectives of a backward in order, region after region as they were first compiled."""
         return tuple(c for planned in self.root._plan.values() for c in planned)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Of adaptive compression, what each parameter's gradient took in the last backward, and why."""
+        return tuple(b for branches in self.root._branches.values() for b in branches)
 
     def state_dict(self) -> dict[str, Any]:
         """All state across steps: `{"version": 1, "state": {"kind/parameter.name": tensor}}`.
@@ -299,6 +306,10 @@ class Runtime:
         """What the backward of a region sends; it replaces what an earlier compilation of it said."""
         self.root._plan[region] = plan
 
+    def record_branches(self, region: Any, branches: tuple[Branch, ...]) -> None:
+        """What adaptive compression chose for a backward of a region."""
+        self.root._branches[region] = branches
+
     def record_backward(
         self, plan: tuple[PlannedCollective, ...], norm: torch.Tensor | None = None
     ) -> None:
@@ -347,6 +358,7 @@ class Runtime:
         """Take over what another runtime holds."""
         self.adopt({name: parameter for parameter, name in other._names.items()}, other._named_by)
         self._plan.update(other._plan)
+        self._branches.update(other._branches)
         if self._step_ended and not other._step_ended:
             self._step, self._step_ended = other._step, False
         elif self._step_ended == other._step_ended:

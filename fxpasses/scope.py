@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fxpasses.layers import BIAS, WEIGHT, layer_types
+
 _DEPTH = 2  # of lists in lists; one may even hold itself
 
 
@@ -27,12 +29,14 @@ class Scope:
         names: `id(tensor)` → name. A tensor that goes by two names (tied weights) has the first one.
         references: name → parameter or buffer.
         is_module: whether it is one module, whose qualified names these are.
+        layers: name of a parameter → what kind of layer it belongs to (`layers.layer_types`).
     """
 
     code: str
     names: Mapping[int, str]
     references: Mapping[str, weakref.ref[torch.Tensor]]
     is_module: bool
+    layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are still alive, by name."""
@@ -51,14 +55,18 @@ def scope_of(code: str, variables: Mapping[str, Any]) -> Scope:
     only = len(roots) == 1 and isinstance(next(iter(roots.values())), nn.Module)
     names: dict[int, str] = {}
     references: dict[str, weakref.ref[torch.Tensor]] = {}
+    layers: dict[str, str] = {}
     for label, root in roots.items():
+        types = layer_types(root) if isinstance(root, nn.Module) else {}
         for name, tensor in _tensors(root):
             full = name if only else ".".join(filter(None, (label, name)))
             if id(tensor) not in names and _is_plain(tensor):
                 names[id(tensor)] = full
                 references[full] = weakref.ref(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    layers[full] = types.get(id(tensor), WEIGHT if tensor.dim() >= 2 else BIAS)
     owner = f"{type(next(iter(roots.values()))).__name__}." if only else ""
-    return Scope(owner + code, names, references, only)
+    return Scope(owner + code, names, references, only, layers)
 
 
 def _roots(

@@ -10,6 +10,7 @@ import torch
 from fxpasses import accumulation, leftovers
 from fxpasses.binding import Binding
 from fxpasses.clipping import Clipping
+from fxpasses.compression import Levels
 from fxpasses.distributed.agreement import agree
 from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Union
@@ -56,10 +57,10 @@ def choose(
         leftovers.note_local(binding)
         return Way(Variant(LOCAL))
     leftovers.reduce_afterwards(unit, binding, afterwards)
-    union = None
+    levels, union = _levels(unit, binding), None
     if unit.group.size > 1 and owner is not None and not is_fake(unit.group):
         with waiting(unit.group, f"the agreement before the backward of {unit.scope.code}"):
-            union = agree(unit.group, binding.digest, binding.whole_plan)
+            union = agree(unit.group, binding.digest(levels), lambda: binding.whole_plan(levels))
     own = {name: parameters[name] for name in unit.facts.gradients}
     absent = {} if union is None else _absent(unit, binding, union)
     others = {name: binding.agreed(name) for name in absent}
@@ -69,9 +70,20 @@ def choose(
     pending = _taken(own, accumulation.claim if unit.is_whole_step else accumulation.take)
     mode = TOTAL if pending else SYNCHRONISE
     if union is None:
-        return Way(Variant(mode), pending)
+        return Way(Variant(mode, levels=levels), pending)
     pending |= _taken(others, accumulation.take)
-    return Way(Variant(mode, union, tuple(absent.values()), _buffers(binding, union)), pending)
+    variant = Variant(mode, union, tuple(absent.values()), _buffers(binding, union), levels)
+    return Way(variant, pending)
+
+
+def _levels(unit: Unit, binding: Binding) -> Levels | None:
+    if not unit.levels:
+        return None
+    levels = unit.levels.choose(binding.reachable)
+    if binding.runtime is not None:
+        branches = unit.levels.branches(levels, binding.reachable)
+        binding.runtime.record_branches(binding.region, branches)
+    return levels
 
 
 def _begin_clipping(

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxpasses import aot, tail
+from fxpasses.compression import parse_rules
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import Group, global_rank
 from fxpasses.distributed.plans import Form, Plan, PlannedCollective
@@ -31,6 +32,7 @@ from fxpasses.graph import (
     empty_like,
     tangents_reaching,
 )
+from fxpasses.levels import LevelChoice
 from fxpasses.observers import CheckRules, Dump
 from fxpasses.passes.clip_norm import ClipNorm
 from fxpasses.passes.participation import flagged_outputs
@@ -110,7 +112,8 @@ class Unit:
         self.is_whole_step = is_whole_step
         self.whole_step: WholeStep | None = None  # once it has been traced
         self._sets_gradients = tuple(sorted(sets_gradients))
-        self.primary = Variant(LOCAL if self._accumulates else SYNCHRONISE)
+        self.levels = LevelChoice(parse_rules(hardening.compression), scope.layers)
+        self.primary = Variant(LOCAL) if self._accumulates else self.starting(SYNCHRONISE)
         self.facts = Facts()
         # For each tangent its position among what the forward returned; None: always given.
         self.returned: tuple[int | None, ...] = ()
@@ -129,7 +132,7 @@ class Unit:
             collectives: tuple[PlannedCollective, ...] = ()
         else:
             mode = TOTAL if self._accumulates else SYNCHRONISE
-            collectives = self.backward(Variant(mode)).collectives
+            collectives = self.backward(self.starting(mode)).collectives
         passes, facts = self.pipeline.spec, self.facts
         works_on_gradients = self.whole_step.works_on_gradients if self.whole_step else ""
         return Plan(
@@ -142,6 +145,10 @@ class Unit:
             sets_gradients=self._sets_gradients,
             works_on_gradients=works_on_gradients,
         )
+
+    def starting(self, mode: str, **fields: Any) -> Variant:
+        """A variant that sends something, before adaptive compression has anything to go by."""
+        return Variant(mode, levels=self.levels.start if self.levels else None, **fields)
 
     @property
     def synchronises(self) -> bool:
@@ -237,7 +244,11 @@ class Unit:
         name = "backward" if variant == self.primary else f"backward-{variant.mode}"
         if variant.union is not None:
             name += f"-union{sum(v.union is not None for v in self._backwards)}"
-        pipeline, dump = self.pipeline.bind(layout=variant.layout), self._dump(name)
+        if self.levels and variant.levels not in (None, self.levels.start):
+            others = {v.levels for v in self._backwards} - {None, self.levels.start, variant.levels}
+            name += f"-levels{len(others) + 1}"
+        pipeline = self.pipeline.bind(layout=variant.layout, levels=variant.levels)
+        dump = self._dump(name)
         has_local = any(p.local for p in pipeline.stage("backward"))
         if variant.mode == LOCAL or (has_local and variant.mode != LEFT):
             self._run(pipeline, "backward", graph, dump, local=True)

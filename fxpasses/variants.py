@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from fxpasses.compression import Levels
 from fxpasses.distributed.plans import Union
 from fxpasses.graph import PENDING_STATE, Gradient, Role, StateSpec, TrainingGraph
 from fxpasses.rewrite import Provenance, splice
@@ -33,12 +34,14 @@ class Variant:
         union: what the ranks agreed to send, where their graphs differ.
         absent: for each parameter of the union that this rank's graph lacks, its pending gradient.
         buffers: the union's buffers.
+        levels: of adaptive compression; None where nothing is sent, or none is adaptive.
     """
 
     mode: str = SYNCHRONISE
     union: Union | None = None
     absent: tuple[StateSpec, ...] = ()
     buffers: tuple[StateSpec, ...] = ()
+    levels: Levels | None = None
 
     @property
     def layout(self) -> tuple[str, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpasses.compression import SCHEMES, Scheme, compression_text, parse_rules, scheme_of
+from fxpasses.compression import SCHEMES, Scheme, adapts, compression_text, parse_rules, scheme_of
 from fxpasses.config import Hardening
 
 
@@ -27,6 +27,11 @@ from fxpasses.config import Hardening
         ),
         ({"scheme": "topk", "momentum": 0.9}, "topk:momentum=0.9"),
         ({"scheme": "powersgd", "rank": 2}, "powersgd:rank=2"),
+        ("adaptive", "adaptive"),
+        (
+            {"scheme": "adaptive", "levels": ["int8", "topk"], "policy": "budget", "ratio": 0.1},
+            "adaptive:levels=int8/topk:policy=budget:ratio=0.1",
+        ),
         ({"*": "int4", "*.bias": "none"}, "*=int4;*.bias=none"),
         ({"head.*": {"scheme": "topk", "feedback": False}}, "head.*=topk:feedback=false"),
         ({"*.bias": "none"}, ""),
@@ -41,13 +46,23 @@ def test_every_form_has_one_text_that_is_read_back(value, text):
 
 def test_the_last_pattern_that_matches_wins():
     rules = parse_rules("*=int4;*.bias=none;head.*=int8:group=64")
-    found = {name: scheme_of([name], rules) for name in ("a.weight", "a.bias", "head.bias")}
+    found = {name: scheme_of(name, rules) for name in ("a.weight", "a.bias", "head.bias")}
     assert found == {
         "a.weight": Scheme("int4"),
         "a.bias": Scheme("none"),
         "head.bias": Scheme("int8", group=64),
     }
-    assert scheme_of(["a"], parse_rules("b=int4")) == Scheme("none")
+    assert scheme_of("a", parse_rules("b=int4")) == Scheme("none")
+
+
+def test_an_adaptive_scheme_stands_for_its_level():
+    rules = parse_rules("*=adaptive:levels=int8/topk:ratio=0.1:group=64;head=int4")
+    levels = (("a", "topk"), ("head", "topk"))
+    assert scheme_of("a", rules, levels) == Scheme("topk", ratio=0.1)
+    assert scheme_of("b", rules, levels) == Scheme("none")
+    assert scheme_of("b", rules) == Scheme("int8", group=64)
+    assert scheme_of("head", rules, levels) == Scheme("int4")
+    assert adapts("a=adaptive;b=int4") and not adapts("b=int4") and not adapts("")
 
 
 def test_what_has_feedback():
@@ -82,6 +97,16 @@ def test_what_has_feedback():
         ({"scheme": "powersgd", "rank": 0}, "got rank=0; expected a whole number"),
         ({"scheme": "topk", "momentum": 1}, "got momentum=1; expected a number from 0"),
         ({"scheme": "topk", "momentum": 0.9, "feedback": False}, "expected true with momentum"),
+        (
+            {"scheme": "adaptive", "levels": "int4"},
+            "got levels='int4'; expected two or more of int8",
+        ),
+        ({"scheme": "adaptive", "levels": ["int4", "fp16"]}, "got levels='int4/fp16'"),
+        ({"scheme": "adaptive", "levels": ["int4", "int4"]}, "got levels='int4/int4'"),
+        ({"scheme": "adaptive", "levels": 4}, "got levels=4"),
+        ({"scheme": "adaptive", "policy": "nrom"}, "got policy='nrom'; expected norm or budget"),
+        ({"scheme": "adaptive", "threshold": 1}, "got threshold=1; expected a number above 0"),
+        ({"scheme": "adaptive", "budget": 0}, "got budget=0"),
         ({"scheme": "int8", "ratio": 0.1}, "scheme 'int8' has no 'ratio'"),
         ({"scheme": "topk", "ratoi": 0.1}, "scheme 'topk' has no 'ratoi'; did you mean 'ratio'?"),
         ({"scheme": "bf16", "group": 64}, "scheme 'bf16' has no 'group'; it takes none"),

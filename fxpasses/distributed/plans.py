@@ -88,6 +88,7 @@ class Plan:
         reachable: trained parameters and buffers that this rank could send zeros for, or a value.
         sets_gradients: parameters whose `.grad` the code sets when its graph has run (a whole step).
         works_on_gradients: where the graph uses reduced gradients (a whole step); else empty.
+        levels: of adaptive compression, parameters and schemes.
     """
 
     code: str
@@ -99,6 +100,7 @@ class Plan:
     reachable: tuple[Form, ...] = ()
     sets_gradients: tuple[str, ...] = ()
     works_on_gradients: str = ""
+    levels: tuple[tuple[str, str], ...] = ()
 
     def digest(self, reachable: bool = False) -> bytes:
         """Equal on two ranks exactly if they will send the same.
@@ -109,7 +111,7 @@ class Plan:
         tensors = (self.parameters, self.buffers, self.reachable if reachable else ())
         forms = [[dataclasses.astuple(form)[:-1] for form in some] for some in tensors]
         wire = [c.on_the_wire() for c in self.collectives]
-        text = repr((self.code, self.instance, self.passes, wire, forms))
+        text = repr((self.code, self.instance, self.passes, self.levels, wire, forms))
         return hashlib.sha256(text.encode()).digest()
 
 
@@ -149,6 +151,10 @@ _SAME: tuple[tuple[str, Callable[[Plan], object]], ...] = (
     ("the code", lambda p: p.code),
     ("the module (by the order of first uses)", lambda p: list(p.instance)),
     ("the pipeline", lambda p: p.passes),
+    (
+        "the level of adaptive compression (load state of one step on all ranks)",
+        lambda p: dict(p.levels),
+    ),
     (
         "the list of the model's own collectives",
         lambda p: [c.on_the_wire() for c in p.collectives if c.made_by == "program"],

@@ -12,8 +12,9 @@ from fxpasses.graph import TrainingGraph
 
 STAGES = ("joint", "backward")
 # What the process group decides, not the user. `layout`: names of all parameters that take part on some rank,
-# in the order in which every rank sends them; None where the ranks' graphs agree by themselves.
-FROM_GROUP = ("group", "world", "rank", "layout")
+# in the order in which every rank sends them; None where the ranks' graphs agree by themselves. `levels`: of
+# adaptive compression, which all ranks choose alike.
+FROM_GROUP = ("group", "world", "rank", "layout", "levels")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Report:
 
 def from_environment(key: str) -> Any:
     """A field that, left at None, takes its value from the backend's options (`reduce`, `bucket_mb`, …) or
-    from the process group (`group`, `world`, `rank`, `layout`) when the pipeline is put together.
+    from the process group (`group`, `world`, `rank`, `layout`, `levels`) when the pipeline is put together.
     """
     return dataclasses.field(default=None, metadata={"environment": key})
 

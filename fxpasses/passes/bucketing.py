@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpasses.compression import Rules, parse_rules, scheme_of
+from fxpasses.compression import Levels, Rules, parse_rules, scheme_of
 from fxpasses.graph import Gradient, TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.rewrite import Provenance, model_line, splice
@@ -46,12 +46,13 @@ class Bucket:
 class Bucketing(Pass):
     """Options: `mb`, the target size of a bucket in MiB of gradient; `scheme`, which compression for which
     parameter, since a bucket has one. Environment: `layout`, the order of parameters that the ranks agreed on,
-    where their graphs differ.
+    where their graphs differ; `levels` of adaptive compression.
     """
 
     mb: float | None = from_environment("bucket_mb")
     scheme: str | None = from_environment("compression")
     layout: tuple[str, ...] | None = from_environment("layout")
+    levels: tuple[tuple[str, str], ...] | None = from_environment("levels")
 
     name: ClassVar[str] = "bucketing"
     stage: ClassVar[str] = "backward"
@@ -68,7 +69,8 @@ class Bucketing(Pass):
 
     def run(self, graph: TrainingGraph) -> Report:
         assert self.mb is not None
-        groups = assign(graph, self.mb * 2**20, self.layout, parse_rules(self.scheme or ""))
+        rules = parse_rules(self.scheme or "")
+        groups = assign(graph, self.mb * 2**20, self.layout, rules, self.levels)
         # Chosen before anything is inserted, so that buckets with one last gradient stand in order. With a
         # common layout behind all else: the graphs differ, and so would what stands between the buckets.
         places = [graph.behind(group[-1].node) for group in groups]
@@ -143,12 +145,13 @@ def assign(
     bucket_bytes: float,
     layout: tuple[str, ...] | None = None,
     rules: Rules = (),
+    levels: Levels | None = None,
 ) -> list[list[Gradient]]:
     """Gradients by bucket. A bucket closes once it holds `bucket_bytes`; one dtype, device and scheme a bucket.
 
     Args:
         layout: parameters in the order to go by; None is the order in which the graph makes gradients.
-        rules: which compression scheme for which parameter.
+        rules, levels: which compression scheme for which parameter.
     """
     positions = graph.positions()
     order = {g.index: (positions[g.node], g.index) for g in graph.gradients()}
@@ -167,7 +170,7 @@ def assign(
             )
         if value.numel() == 0:
             continue
-        key = (value.dtype, value.device, scheme_of([gradient.parameter], rules))
+        key = (value.dtype, value.device, scheme_of(gradient.parameter, rules, levels))
         open_groups.setdefault(key, []).append(gradient)
         filled[key] = filled.get(key, 0) + value.numel() * value.element_size()
         if filled[key] >= bucket_bytes:

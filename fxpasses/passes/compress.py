@@ -58,7 +58,8 @@ class _Sent:
 @dataclasses.dataclass(frozen=True)
 class Compress(Pass):
     """Options: `scheme`, which one for which parameter (see `fxpasses.compression`); `reduce`; `dtype` of what
-    has no scheme, on the wire. Environment: `group` (registered name of the process group), `world`, `rank`.
+    has no scheme, on the wire. Environment: `group` (registered name of the process group), `world`, `rank`;
+    `levels` of adaptive schemes.
     """
 
     scheme: str | None = from_environment("compression")
@@ -67,6 +68,7 @@ class Compress(Pass):
     group: str | None = from_environment("group")
     world: int | None = from_environment("world")
     rank: int | None = from_environment("rank")
+    levels: tuple[tuple[str, str], ...] | None = from_environment("levels")
 
     name: ClassVar[str] = "compress"
     stage: ClassVar[str] = "backward"
@@ -116,7 +118,7 @@ class Compress(Pass):
     def _first_leg(self, graph: TrainingGraph, bucket: FilledBucket, rules: Rules) -> _Sent:
         assert self.group is not None and self.world is not None and self.rank is not None
         assert self.reduce is not None
-        scheme = scheme_of(bucket.parameters, rules)
+        scheme = scheme_of(bucket.parameters[0], rules, self.levels)
         parameters = tuple(zip(bucket.parameters, bucket.shapes, strict=True))
         exchange = exchange_of(scheme, parameters, self.group, self.world, self.rank, bucket.index)
         if exchange is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import fxpasses
+from fxpasses.distributed.plans import PlanMismatch
 from tests.multirank import run_ranks
 
 EAGER = "hardened_aot_eager"
@@ -276,3 +278,105 @@ def resumed(rank: int) -> bool:
 def test_residuals_survive_saving_and_another_bucketing():
     """With two ranks groups start anew at each parameter, wherever buckets end."""
     assert run_ranks(resumed, 2) == [True, True]
+
+
+ADAPTIVE = {"scheme": "adaptive", "levels": ["int8", "int4"]}
+
+
+class WithEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 16)
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(self.tokens(x))))
+
+
+def adapted(rank: int, backend: str, scales: list[float]) -> tuple:
+    """Losses of these scales; what each step took, and how many bytes."""
+    torch.manual_seed(0)
+    model, batch = WithEmbedding(), torch.arange(8)
+    compiled = compiled_of(model, ADAPTIVE, backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    runtime, found = fxpasses.runtime(model), []
+    torch._dynamo.utils.counters.clear()
+    for scale in scales:
+        optimizer.zero_grad()
+        (scale * compiled(batch).square().mean()).backward()
+        levels = {b.parameter: b.level for b in runtime.branches}
+        optimizer.step()
+        found.append(
+            (levels, runtime.last_step.bytes, [p.grad.clone() for p in model.parameters()])
+        )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    return found, runtime.branches
+
+
+@pytest.mark.parametrize("backend", [EAGER, "hardened"])
+def test_levels_follow_the_norm_without_compiling_the_model_again(backend):
+    steady, change = [1.0] * 30, [10.0]
+    ranks = run_ranks(adapted, 2, backend, steady + change + [1.0])
+    for found, branches in ranks:
+        skipped = {"tokens.weight": "none", "first.bias": "none", "second.bias": "none"}
+        mild = {"first.weight": "int8", "second.weight": "int8"} | skipped
+        strong = {"first.weight": "int4", "second.weight": "int4"} | skipped
+        taken = [levels for levels, _, _ in found]
+        # The average, from zero on, is two thirds of the norm after 22 steps.
+        assert taken == [mild] * 22 + [strong] * 9 + [mild]
+        weights = 16 * 32 + 32 * 8
+        assert found[0][1] - found[30][1] == weights / 2  # bytes: 8 bits and 4
+        for (_, _, mine), (_, _, first) in zip(found, ranks[0][0], strict=True):
+            assert all(map(torch.equal, mine, first))
+        assert {b.parameter: b.layer for b in branches} == {
+            "tokens.weight": "embedding",
+            "first.weight": "weight",
+            "first.bias": "bias",
+            "second.weight": "weight",
+            "second.bias": "bias",
+        }
+        assert all((b.statistics.count == 31) == (b.layer == "weight") for b in branches)
+
+
+def resumed_levels(rank: int) -> bool:
+    """Statistics are state: what is loaded goes on with the same levels, bitwise."""
+
+    def made():
+        torch.manual_seed(0)
+        model = WithEmbedding()
+        return model, compiled_of(model, ADAPTIVE)
+
+    def step(model: nn.Module, compiled) -> list[torch.Tensor]:
+        model.zero_grad()
+        compiled(torch.arange(8)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    model, compiled = made()
+    for _ in range(25):
+        step(model, compiled)
+    saved = copy.deepcopy(fxpasses.runtime(model).state_dict())
+    again, compiled_again = made()
+    fxpasses.runtime(again).load_state_dict(saved)
+    return all(map(torch.equal, step(model, compiled), step(again, compiled_again)))
+
+
+def test_levels_go_on_where_they_were():
+    assert run_ranks(resumed_levels, 2) == [True, True]
+
+
+def loaded_on_one_rank(rank: int) -> str:
+    torch.manual_seed(0)
+    model = WithEmbedding()
+    compiled = compiled_of(model, ADAPTIVE)
+    if rank == 1:
+        statistics = torch.tensor([1.0, 1.0, 50.0])
+        state = {f"statistics/{n}.weight": statistics for n in ("first", "second")}
+        fxpasses.runtime(model).load_state_dict({"version": 1, "state": state})
+    with pytest.raises(PlanMismatch) as caught:
+        compiled(torch.arange(8)).square().mean().backward()
+    return str(caught.value)
+
+
+def test_ranks_with_different_levels_are_told_so():
+    first, second = run_ranks(loaded_on_one_rank, 2)
+    assert first == second and "the level of adaptive compression (load state of one step" in first

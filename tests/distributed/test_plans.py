@@ -101,6 +101,7 @@ DIFFERENT = {
     "the code": set_to(code="Net.forward (net.py:13)"),
     "the instance": set_to(instance=(1,)),
     "the pipeline": set_to(passes="bucketing,gradient_sync"),
+    "a level of compression": set_to(levels=(("a", "int4"),)),
     "an operator": changed(0, operator="reduce_scatter"),
     "a dtype on the wire": changed(1, dtype="bfloat16"),
     "a size": changed(1, numel=10),
@@ -162,7 +163,7 @@ def test_every_field_of_a_plan_is_told_apart_or_alike():
 def test_the_digest_is_the_same_in_every_process():
     """No hash of Python's, which differs from process to process."""
     text = (
-        "('f', (0,), '', [('all_reduce', 'float32', 3, ('a',), 'gradient_sync')], "
+        "('f', (0,), '', (), [('all_reduce', 'float32', 3, ('a',), 'gradient_sync')], "
         "[[('a', (3,), 'float32', ())], [], []])"
     )
     found = plan(A, code="f", passes="").digest()
@@ -307,6 +308,12 @@ def test_another_pipeline_is_an_error():
     other = PASSES.replace("25.0", "1.0")
     message = mismatch(plan(A), plan(A, passes=other))
     assert f"the pipeline is {PASSES} on rank 0 and {other} on rank 1" in message
+
+
+def test_other_levels_of_compression_are_an_error():
+    message = mismatch(plan(A, levels=(("a", "int4"),)), plan(A, levels=(("a", "topk"),)))
+    assert "the level of adaptive compression (load state of one step on all ranks) is " in message
+    assert "{'a': 'int4'} on rank 0 and {'a': 'topk'} on rank 1" in message
 
 
 @pytest.mark.parametrize(

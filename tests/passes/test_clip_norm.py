@@ -65,9 +65,8 @@ def expected(
 def test_the_numbers_are_those_of_clip_grad_norm(dtype, limit):
     graph = doubled((3, 2), (), (5,), dtype=dtype)
     checked(graph, CLIP)
-    torch.manual_seed(
-        0
-    )  # torch rounds norm and factor to bf16: not every draw stays within two roundings
+    # torch rounds norm and factor to bf16: not every draw stays within two roundings.
+    torch.manual_seed(0)
     tangents = [torch.randn(s, dtype=dtype) for s in ((3, 2), (), (5,))]
     *found, norm = execute(graph, with_limit(graph, tangents, limit))
     wanted, total = expected([2 * t for t in tangents], limit)
