@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 WEIGHT, BIAS, NORM, EMBEDDING = "weight", "bias", "normalisation", "embedding"
 
@@ -24,6 +25,8 @@ def layer_types(root: nn.Module) -> dict[int, str]:
 def _each(root: nn.Module) -> Iterator[tuple[nn.Parameter, str]]:
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
+            if is_lazy(parameter):
+                continue
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 yield parameter, EMBEDDING
             elif parameter.dim() >= 2:
