@@ -58,5 +58,5 @@ bench:  ## list the benchmarks and how to run them
 	done
 
 clean:  ## remove outputs and caches; the virtual environments stay
-	rm -rf build dist demo-output *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build dist demo-output convergence-output *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find fxpasses custom_ops tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

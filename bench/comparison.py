@@ -122,7 +122,7 @@ class Comparison:
         table.add_row("first step, compiling", *(f"{r.seconds_s[0]:.1f} s" for r in both))
         table.add_row(
             "bytes reduced a step",
-            *(f"{record.reduced_bytes:,}" for record in both),
+            *(f"{record.reduced_bytes:,.0f}" for record in both),
             f"ratio {bytes_ratio:.4f}",
         )
         return table

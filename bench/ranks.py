@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from bench.training import RANKS, Wrap, train
+from bench.training import RANKS, SEED, Wrap, train
 
 START_TIMEOUT_S = 120
 COLLECTIVE_TIMEOUT_S = 300  # one rank may wait for the other's compilation
@@ -31,7 +31,7 @@ class RankFailed(Exception):
     """Argument: for each failed rank its traceback, or how else it ended."""
 
 
-def run_rank(rank: int, wrap: Wrap, steps: int, port: int, reports: Connection) -> None:
+def run_rank(rank: int, wrap: Wrap, steps: int, seed: int, port: int, reports: Connection) -> None:
     """Body of one rank's process. Only rank 0 reports."""
     # A group of its own: Ctrl-C reaches the parent alone, which then ends this process together
     # with any compiler that it has started.
@@ -41,7 +41,7 @@ def run_rank(rank: int, wrap: Wrap, steps: int, port: int, reports: Connection) 
     _compile_in_this_process()
     meet(rank, port)
     try:
-        train(wrap, steps, reports.send if rank == 0 else lambda _: None)
+        train(wrap, steps, reports.send if rank == 0 else lambda _: None, seed)
     except RuntimeError as error:
         if "timed out" not in str(error).lower():
             raise
@@ -77,7 +77,7 @@ def meet(rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
 
 
-def run_ranks(wrap: Wrap, steps: int, on_report: Callable[[Any], None]) -> None:
+def run_ranks(wrap: Wrap, steps: int, on_report: Callable[[Any], None], seed: int = SEED) -> None:
     """Run all ranks to their end; however this is left, none of them lives on.
 
     Raises:
@@ -91,7 +91,11 @@ def run_ranks(wrap: Wrap, steps: int, on_report: Callable[[Any], None]) -> None:
         with _interrupts_ignored():
             # Ranks inherit this until they are set up: no tracebacks from half-done imports.
             ranks = start_processes(
-                run_rank, (wrap, steps, store.port, sender), RANKS, join=False, start_method="spawn"
+                run_rank,
+                (wrap, steps, seed, store.port, sender),
+                RANKS,
+                join=False,
+                start_method="spawn",
             )
         sender.close()
         _watch(ranks, reports, on_report)

@@ -55,14 +55,14 @@ class Record:
         gradient_norms_s: norm of the reduced gradient, all parameters together, of the first steps.
         seconds_s: duration of each step on rank 0.
         held_out: losses in the order of their steps.
-        reduced_bytes: payload bytes that a rank hands to collectives in a step.
+        reduced_bytes: payload bytes that a rank hands to collectives in a step, on average.
     """
 
     losses_sr: np.ndarray
     gradient_norms_s: np.ndarray
     seconds_s: np.ndarray
     held_out: tuple[HeldOut, ...]
-    reduced_bytes: int
+    reduced_bytes: float
 
     def quartiles_ms(self) -> tuple[float, float, float]:
         """Of the step times, without the first ones."""
@@ -99,9 +99,11 @@ def windows(text: torch.Tensor, starts_b: torch.Tensor) -> tuple[torch.Tensor, t
     return bytes_bt[:, :-1], bytes_bt[:, 1:]
 
 
-def batches(text: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's batches, the same ones in every run."""
-    generator = torch.Generator().manual_seed(1000 * SEED + rank)
+def batches(
+    text: torch.Tensor, rank: int, seed: int = SEED
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's batches, the same ones in every run of a seed."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
     while True:
         yield windows(text, torch.randint(len(text) - DEMO.block, (BATCH,), generator=generator))
 
@@ -117,23 +119,24 @@ def with_ddp(model: GPT) -> Callable[[torch.Tensor], torch.Tensor]:
     return torch.nn.parallel.DistributedDataParallel(torch.compile(model, backend="inductor"))
 
 
-def train(wrap: Wrap, steps: int, report: Callable[[Any], None]) -> None:
+def train(wrap: Wrap, steps: int, report: Callable[[Any], None], seed: int = SEED) -> None:
     """Train, reporting `StepDone` and `HeldOut` on the way and a `Record` at the end."""
     text, held_out_text = standard_library()
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     model = GPT(DEMO)
     wrapped = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95))
-    losses, norms, seconds = [], [], []
+    losses, norms, seconds, total_bytes = [], [], [], 0
     held_out = [HeldOut(0, held_out_loss(model, held_out_text))]
     report(held_out[-1])
     for step, (tokens_bt, targets_bt) in zip(
-        range(1, steps + 1), batches(text, dist.get_rank()), strict=False
+        range(1, steps + 1), batches(text, dist.get_rank(), seed), strict=False
     ):
         start = time.perf_counter()
         optimizer.param_groups[0]["lr"] = PEAK_LEARNING_RATE * min(1.0, step / WARM_UP_STEPS)
         losses.append(train_step(wrapped, optimizer, tokens_bt, targets_bt))
         seconds.append(time.perf_counter() - start)
+        total_bytes += reduced_bytes(model, wrapped)
         report(StepDone(step, losses[-1], seconds[-1]))
         if step <= FIRST_STEPS:
             norms.append(gradient_norm(model))
@@ -146,7 +149,7 @@ def train(wrap: Wrap, steps: int, report: Callable[[Any], None]) -> None:
             gradient_norms_s=np.array(norms),
             seconds_s=np.array(seconds),
             held_out=tuple(held_out),
-            reduced_bytes=reduced_bytes(model, wrapped),
+            reduced_bytes=total_bytes / steps,
         )
     )
 
