@@ -3,7 +3,7 @@
     python -m bench.convergence [--seeds 3] [--steps 300] [--schemes none int8 ...] [--output FOLDER]
 
 Two ranks over gloo; equal steps, initial weights and batches for all schemes of a seed. Differences are taken
-seed by seed. A run that is there already (a file in the output folder) is not repeated; delete the file to do so.
+seed by seed. A run that is there already (a file in the output folder) is not repeated; delete it to do so.
 """
 
 from __future__ import annotations

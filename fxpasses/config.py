@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 REDUCTIONS = ("mean", "sum")
+ANY, FIXED = ORDERS = ("any", "fixed")
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 WIRE_DTYPES = PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -124,6 +125,8 @@ class Hardening:
             group once `torch.distributed` is initialised, and no communication before.
         reduce: `"mean"` or `"sum"` of the gradients over the ranks.
         reduce_dtype: dtype on the wire, `"fp32"`, `"bf16"` or `"fp16"`; `None` keeps each gradient's own.
+        reduce_order: in which order gradients that are sent as they are are added up: `"any"`, or `"fixed"`, by
+            rank, so that sums don't depend on how gradients were bucketed (one collective more a bucket).
         bucket_mb: target size of a bucket in MiB (2**20 bytes) of gradient.
         precision: dtype of products and what may follow them, `"fp32"` (as the program says), `"bf16"` or
             `"fp16"`; parameters, gradients and outputs keep their dtypes.
@@ -146,6 +149,7 @@ class Hardening:
     process_group: Any = None
     reduce: str = "mean"
     reduce_dtype: str | None = None
+    reduce_order: str = ANY
     bucket_mb: float = 25.0
     precision: str = "fp32"
     precision_rules: Mapping[str, str] | str = ""
@@ -162,6 +166,7 @@ class Hardening:
         _check_choice("reduce", self.reduce, REDUCTIONS)
         if self.reduce_dtype is not None:
             _check_choice("reduce_dtype", self.reduce_dtype, WIRE_DTYPES)
+        _check_choice("reduce_order", self.reduce_order, ORDERS)
         _check_positive_number("bucket_mb", self.bucket_mb)
         _check_count("accumulate", self.accumulate)
         _check_choice("precision", self.precision, PRECISIONS)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fxpasses.compression import adapts
-from fxpasses.config import Hardening
+from fxpasses.config import ANY, Hardening
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import STAGES, Pass, Report
 from fxpasses.registry import parse_pipeline
@@ -138,6 +138,7 @@ def _bound(text: str, hardening: Hardening, **group: Any) -> Pipeline:
     options = {f.name: getattr(hardening, f.name) for f in dataclasses.fields(hardening)}
     options["loss_scale_in_graph"] = hardening.loss_scale_in_graph
     options["compression"] = hardening.compression or None
+    options["reduce_order"] = None if hardening.reduce_order == ANY else hardening.reduce_order
     return Pipeline(parse_pipeline(text)).bind(**options, **group)
 
 

@@ -1,18 +1,24 @@
 """Buckets on their way over the ranks: what passes that reduce gradients share.
 
 A bucket is launched right behind the node that fills it, and finished where its parts are read: behind the last
-computation, or at once.
+computation, or at once. One that is sent as it is goes through an all-reduce, or, in a fixed order, through two
+legs:
+
+    bucket ─▶ all_to_all ─ … ─▶ wait ─▶ this rank's shard, summed in the order of the ranks
+           ─▶ all_gather ─ … ─▶ wait
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpasses.config import FIXED
 from fxpasses.graph import TrainingGraph, ancestors
 from fxpasses.precision import DTYPES
 from fxpasses.rewrite import Provenance, splice
@@ -45,6 +51,10 @@ class FilledBucket:
         return self.flat.meta["bucket"].shapes
 
     @property
+    def numels(self) -> tuple[int, ...]:
+        return self.flat.meta["bucket"].numels
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.flat.meta["val"].dtype
 
@@ -57,42 +67,6 @@ class FilledBucket:
             self.made_by, rule, self.flat.name, bucket.model_line, bucket.parameters
         )
         return splice(graph, before, fn, *args, name=f"bucket{bucket.index}", provenance=origin)
-
-    def launch_all_reduce(
-        self, graph: TrainingGraph, reduce: str, dtype: str | None, group: str, world: int
-    ) -> fx.Node:
-        """Send it as it is. The mean divides before the sum, in the wider of the two dtypes; from the bucket's
-        parts, since scaled behind the concatenation it would be written twice.
-
-        Args:
-            dtype: on the wire, as option `reduce_dtype` says it; None is the bucket's own.
-
-        Raises:
-            ValueError: for a complex bucket in another dtype.
-        """
-        if self.dtype.is_complex and dtype is not None:
-            raise ValueError(
-                f"reduce_dtype={dtype!r} does not fit the complex gradient of {self.parameters[0]!r}; leave "
-                "reduce_dtype out"
-            )
-        own = self.dtype
-        wire = DTYPES[dtype] if dtype else own
-
-        def payload(x: torch.Tensor) -> torch.Tensor:
-            if reduce == "mean" and world > 1:
-                x = x.to(torch.promote_types(own, wire)) / world
-            return x.to(wire)
-
-        def launch(parts: list[torch.Tensor]) -> torch.Tensor:
-            whole = torch.cat([payload(part) for part in parts])
-            return torch.ops._c10d_functional.all_reduce(whole, "sum", group)
-
-        # A bucket of one gradient may have been decomposed to a copy.
-        is_cat = self.flat.target is torch.ops.aten.cat.default
-        parts = self.flat.args[0] if is_cat else [self.flat]
-        node: fx.Node = self.write(graph, self.flat.next, "launch", launch, parts)
-        self.mark_launch(node)
-        return node
 
     def mark_launch(self, launch: fx.Node) -> None:
         """Say that this collective is what reduces the bucket."""
@@ -126,3 +100,105 @@ def filled_buckets(graph: TrainingGraph, made_by: str) -> list[FilledBucket]:
 def payload_bytes(launches: Iterable[fx.Node]) -> int:
     values = [launch.all_input_nodes[0].meta["val"] for launch in launches]
     return sum(value.numel() * value.element_size() for value in values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """How buckets are sent as they are.
+
+    Attributes:
+        reduce: `"mean"` or `"sum"`. The mean divides before the sum, in the wider of the two dtypes.
+        dtype: on the wire, as option `reduce_dtype` says it; None is the bucket's own.
+        order: `"any"`, as the all-reduce adds up, or `"fixed"`, by rank: then an element's sum depends
+            neither on the bucket that it is in nor on its place there.
+        group: registered name of the process group.
+        world: its size.
+    """
+
+    reduce: str
+    dtype: str | None
+    order: str
+    group: str
+    world: int
+
+    @property
+    def legs(self) -> int:
+        """Two ranks' sum has one order."""
+        return 2 if self.order == FIXED and self.world > 2 else 1
+
+    def launch(self, graph: TrainingGraph, bucket: FilledBucket) -> fx.Node:
+        """The first collective, from the bucket's parts: scaled behind the concatenation it would be written
+        twice.
+
+        Raises:
+            ValueError: for a complex bucket in another dtype.
+        """
+        if bucket.dtype.is_complex and self.dtype is not None:
+            raise ValueError(
+                f"reduce_dtype={self.dtype!r} does not fit the complex gradient of {bucket.parameters[0]!r}; "
+                "leave reduce_dtype out"
+            )
+
+        def launch(parts: list[torch.Tensor]) -> torch.Tensor:
+            whole = torch.cat([self._share(part, bucket.dtype) for part in parts])
+            if self.legs == 1:
+                return torch.ops._c10d_functional.all_reduce(whole, "sum", self.group)
+            shard = -(-whole.numel() // self.world)
+            whole = torch.nn.functional.pad(whole, (0, shard * self.world - whole.numel()))
+            sizes = [shard] * self.world
+            return torch.ops._c10d_functional.all_to_all_single(whole, sizes, sizes, self.group)
+
+        # A bucket of one gradient may have been decomposed to a copy.
+        is_cat = bucket.flat.target is torch.ops.aten.cat.default
+        parts = bucket.flat.args[0] if is_cat else [bucket.flat]
+        node: fx.Node = bucket.write(graph, bucket.flat.next, "launch", launch, parts)
+        if self.legs == 1:
+            bucket.mark_launch(node)
+        return node
+
+    def relaunch(
+        self, graph: TrainingGraph, bucket: FilledBucket, launch: fx.Node, before: fx.Node
+    ) -> fx.Node:
+        """The second of two collectives."""
+        wide, wire = self._dtypes(bucket.dtype)
+
+        def relaunch(pieces: torch.Tensor) -> torch.Tensor:
+            rows = torch.ops._c10d_functional.wait_tensor(pieces).view(self.world, -1).to(wide)
+            total = functools.reduce(torch.add, rows.unbind())
+            return torch.ops._c10d_functional.all_gather_into_tensor(
+                total.to(wire), self.world, self.group
+            )
+
+        node: fx.Node = bucket.write(graph, before, "relaunch", relaunch, launch)
+        bucket.mark_launch(node)
+        return node
+
+    def finish(
+        self, graph: TrainingGraph, bucket: FilledBucket, launch: fx.Node, before: fx.Node
+    ) -> fx.Node:
+        """The reduced bucket."""
+        numel = sum(bucket.numels)
+
+        def finish(arrived: torch.Tensor) -> torch.Tensor:
+            arrived = torch.ops._c10d_functional.wait_tensor(arrived)
+            return (arrived if self.legs == 1 else arrived[:numel]).to(bucket.dtype)
+
+        node: fx.Node = bucket.write(graph, before, "finish", finish, launch)
+        return node
+
+    def _share(self, part: torch.Tensor, own: torch.dtype) -> torch.Tensor:
+        """What this rank adds to the sum."""
+        wide, wire = self._dtypes(own)
+        if self.reduce == "mean" and self.world > 1:
+            part = part.to(wide) / self.world
+        return part.to(wire)
+
+    def _dtypes(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """The wider of both, and that on the wire."""
+        wire = DTYPES[self.dtype] if self.dtype else own
+        return torch.promote_types(own, wire), wire
+
+
+def places_of_second_legs(launches: list[fx.Node], end: fx.Node) -> list[fx.Node]:
+    """Where second legs stand: behind the next bucket's first one, the last in front of `end`."""
+    return [*(launch.next for launch in launches[1:]), end]

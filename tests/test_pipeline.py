@@ -298,7 +298,7 @@ def test_reports_come_back_in_order(fake_world):
     done = checked(doubled((3,), (4,)), Bucketing(mb=1), sync)
     assert [d.made_by.name for d in done] == ["bucketing", "gradient_sync"]
     assert done[0].report == Report(True, {"buckets": 1, "gradients": 2})
-    assert done[1].report == Report(True, {"all_reduces": 1, "bytes": 28})
+    assert done[1].report == Report(True, {"collectives": 1, "bytes": 28})
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -281,7 +281,7 @@ def test_a_total_sends_as_much_as_a_gradient_alone(fake_world):
         graph = backward_of(mlp(4, 4, 4), torch.randn(2, 4))
         reports.append(reduced(graph, Variant(mode), fake_world))
     assert reports[0] == reports[1]
-    assert reports[0]["gradient_sync"] == Report(True, {"all_reduces": 1, "bytes": 4 * 40})
+    assert reports[0]["gradient_sync"] == Report(True, {"collectives": 1, "bytes": 4 * 40})
 
 
 def test_where_nothing_waits_the_total_is_bitwise_the_gradient(fake_world):
@@ -402,7 +402,7 @@ def test_what_is_left_is_reduced_by_the_same_passes(fake_world, bucket_mb, paylo
     pipeline = build(Hardening(bucket_mb=bucket_mb, reduce=reduce), fake_world, WORLD, 0)
     done = pipeline.bind(layout=variant.layout).run("backward", graph, [CheckRules()])
     reports = {d.made_by.name: d.report for d in done}
-    assert reports["gradient_sync"] == Report(True, {"all_reduces": payloads, "bytes": 4 * 10})
+    assert reports["gradient_sync"] == Report(True, {"collectives": payloads, "bytes": 4 * 10})
     waiting = [[torch.full(f.shape, rank + 1.0) for f in forms] for rank in range(WORLD)]
     ranks = Ranks(graph)
     for outputs in ranks.run_all([[*w, torch.ones(2)] for w in waiting]):

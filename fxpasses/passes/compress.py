@@ -26,10 +26,17 @@ import torch
 from torch import fx
 
 from fxpasses.compression import Rules, parse_rules, scheme_of
+from fxpasses.config import ANY
 from fxpasses.exchange import Exchange, exchange_of
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
-from fxpasses.reduction import FilledBucket, filled_buckets, payload_bytes
+from fxpasses.reduction import (
+    Dense,
+    FilledBucket,
+    filled_buckets,
+    payload_bytes,
+    places_of_second_legs,
+)
 from fxpasses.rewrite import Provenance, splice
 
 
@@ -58,13 +65,14 @@ class _Sent:
 @dataclasses.dataclass(frozen=True)
 class Compress(Pass):
     """Options: `scheme`, which one for which parameter (see `fxpasses.compression`); `reduce`; `dtype` of what
-    has no scheme, on the wire. Environment: `group` (registered name of the process group), `world`, `rank`;
-    `levels` of adaptive schemes.
+    has no scheme, on the wire, and `order` of its sum. Environment: `group` (registered name of the process
+    group), `world`, `rank`; `levels` of adaptive schemes.
     """
 
     scheme: str | None = from_environment("compression")
     reduce: str | None = from_environment("reduce")
     dtype: str | None = from_environment("reduce_dtype")
+    order: str | None = from_environment("reduce_order")
     group: str | None = from_environment("group")
     world: int | None = from_environment("world")
     rank: int | None = from_environment("rank")
@@ -96,11 +104,11 @@ class Compress(Pass):
         order = graph.positions()
         end = min((one.bucket.readers[0] for one in sent), key=order.__getitem__)
         payloads = [one.launch for one in sent]
-        behind = [one.launch.next for one in sent[1:]]
-        for one, before in zip(sent, [*behind, end], strict=True):
-            if one.exchange is not None and one.exchange.legs == 2:
+        places = places_of_second_legs(payloads, end)
+        for one, before in zip(sent, places, strict=True):
+            if (one.exchange or self._dense).legs == 2:
                 self._second_leg(graph, one, before)
-                payloads.append(one.launch)
+                payloads = [*payloads, one.launch]
         for one in sent:
             self._finish(graph, one)
         self._commit(graph, sent)
@@ -115,6 +123,11 @@ class Compress(Pass):
             },
         )
 
+    @property
+    def _dense(self) -> Dense:
+        assert self.group is not None and self.world is not None and self.reduce is not None
+        return Dense(self.reduce, self.dtype, self.order or ANY, self.group, self.world)
+
     def _first_leg(self, graph: TrainingGraph, bucket: FilledBucket, rules: Rules) -> _Sent:
         assert self.group is not None and self.world is not None and self.rank is not None
         assert self.reduce is not None
@@ -122,10 +135,7 @@ class Compress(Pass):
         parameters = tuple(zip(bucket.parameters, bucket.shapes, strict=True))
         exchange = exchange_of(scheme, parameters, self.group, self.world, self.rank, bucket.index)
         if exchange is None:
-            launch = bucket.launch_all_reduce(
-                graph, self.reduce, self.dtype, self.group, self.world
-            )
-            return _Sent(bucket, None, launch)
+            return _Sent(bucket, None, self._dense.launch(graph, bucket))
         if not bucket.dtype.is_floating_point:
             raise ValueError(
                 f"option 'compression': {scheme.scheme!r} does not fit the {bucket.dtype} gradient of "
@@ -146,8 +156,10 @@ class Compress(Pass):
         return _Sent(bucket, exchange, launch, encoded, olds, kept)
 
     def _second_leg(self, graph: TrainingGraph, one: _Sent, before: fx.Node) -> None:
-        assert one.exchange is not None
         exchange = one.exchange
+        if exchange is None:
+            one.launch = self._dense.relaunch(graph, one.bucket, one.launch, before)
+            return
         arrived = one.bucket.write(
             graph, before, "receive", torch.ops._c10d_functional.wait_tensor, one.launch
         )
@@ -161,6 +173,10 @@ class Compress(Pass):
 
     def _finish(self, graph: TrainingGraph, one: _Sent) -> None:
         place, dtype, exchange = one.bucket.readers[0], one.bucket.dtype, one.exchange
+        if exchange is None:
+            one.result = self._dense.finish(graph, one.bucket, one.launch, place)
+            one.bucket.deliver(graph, one.result)
+            return
         assert self.world is not None
         scale = self.world if self.reduce == "sum" else 1
         arrived = one.bucket.write(
@@ -168,9 +184,8 @@ class Compress(Pass):
         )
 
         def decode(x, olds, kept):
-            mean, kept = (x, kept) if exchange is None else exchange.decode(x, olds, kept)
-            is_sum = exchange is not None and scale != 1
-            return mean, kept, (mean * scale if is_sum else mean).to(dtype)
+            mean, kept = exchange.decode(x, olds, kept)
+            return mean, kept, (mean * scale if scale != 1 else mean).to(dtype)
 
         one.result, one.kept, delivered = one.bucket.write(
             graph, place, "decode", decode, arrived, one.olds, one.kept

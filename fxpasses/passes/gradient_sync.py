@@ -1,4 +1,4 @@
-"""Reduce each bucket over the ranks with one all-reduce, as nodes of the graph.
+"""Reduce each bucket over the ranks as it is, with one all-reduce, or in a fixed order with two collectives.
 
     before   cat ─▶ views            after   div W, cat ─▶ all_reduce ── … ──▶ wait ─▶ views
 
@@ -17,23 +17,24 @@ import dataclasses
 from typing import ClassVar
 
 import torch
-from torch import fx
 
-from fxpasses.config import REDUCTIONS, WIRE_DTYPES, nearest
+from fxpasses.config import ANY, ORDERS, REDUCTIONS, WIRE_DTYPES, nearest
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.precision import DTYPES
-from fxpasses.reduction import FilledBucket, filled_buckets, payload_bytes
+from fxpasses.reduction import Dense, filled_buckets, payload_bytes, places_of_second_legs
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientSync(Pass):
     """Options: `reduce` (`mean` or `sum`), `dtype` on the wire (`fp32`, `bf16`, `fp16`; None: the gradient's
-    own), `overlap`. Environment: `group` (registered name of the process group), `world` (its size).
+    own), `order` of the sum (`any`, `fixed`), `overlap`. Environment: `group` (registered name of the process
+    group), `world` (its size).
     """
 
     reduce: str | None = from_environment("reduce")
     dtype: str | None = from_environment("reduce_dtype")
+    order: str | None = from_environment("reduce_order")
     overlap: bool = True
     group: str | None = from_environment("group")
     world: int | None = from_environment("world")
@@ -46,7 +47,8 @@ class GradientSync(Pass):
     idempotent: ClassVar[bool] = False  # it would find its payloads, which are buckets
 
     def __post_init__(self) -> None:
-        for option, choices in (("reduce", REDUCTIONS), ("dtype", WIRE_DTYPES)):
+        known = {"reduce": REDUCTIONS, "dtype": WIRE_DTYPES, "order": ORDERS}
+        for option, choices in known.items():
             value = getattr(self, option)
             if value is not None and value not in choices:
                 raise ValueError(
@@ -73,25 +75,26 @@ class GradientSync(Pass):
         return any("bucket" in node.meta for node in graph.walk())
 
     def run(self, graph: TrainingGraph) -> Report:
+        assert self.group is not None and self.world is not None and self.reduce is not None
+        dense = Dense(self.reduce, self.dtype, self.order or ANY, self.group, self.world)
         buckets = filled_buckets(graph, self.name)
-        launches = [self._launch(graph, bucket) for bucket in buckets]
+        if not buckets:
+            return Report(False, {"collectives": 0, "bytes": 0})
+        launches = payloads = [dense.launch(graph, bucket) for bucket in buckets]
+        if dense.legs == 2:
+            order = graph.positions()
+            end = min((bucket.readers[0] for bucket in buckets), key=order.__getitem__)
+            places = places_of_second_legs(launches, end)
+            if not self.overlap:
+                places = [launch.next for launch in launches]
+            launches = [
+                dense.relaunch(graph, *each) for each in zip(buckets, launches, places, strict=True)
+            ]
+            payloads = payloads + launches
         for bucket, launch in zip(buckets, launches, strict=True):
-            self._finish(graph, bucket, launch)
+            place = bucket.readers[0] if self.overlap else launch.next
+            bucket.deliver(graph, dense.finish(graph, bucket, launch, place))
         return Report(
-            bool(buckets), {"all_reduces": len(buckets), "bytes": payload_bytes(launches)}
+            True,
+            {"collectives": len(payloads), "bytes": payload_bytes(payloads)},
         )
-
-    def _launch(self, graph: TrainingGraph, bucket: FilledBucket) -> fx.Node:
-        group, world = self.group, self.world
-        assert group is not None and world is not None and self.reduce is not None
-        return bucket.launch_all_reduce(graph, self.reduce, self.dtype, group, world)
-
-    def _finish(self, graph: TrainingGraph, bucket: FilledBucket, launch: fx.Node) -> None:
-        result = bucket.write(
-            graph,
-            bucket.readers[0] if self.overlap else launch.next,
-            "finish",
-            lambda x: torch.ops._c10d_functional.wait_tensor(x).to(bucket.dtype),
-            launch,
-        )
-        bucket.deliver(graph, result)

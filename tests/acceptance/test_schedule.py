@@ -117,6 +117,26 @@ def _waits_first(events):
     return [x for e in rest for x in ((e, waits[e.name]) if e.name in waits else (e,))]
 
 
+def in_fixed_order(rank: int, backend: str, bucket_mb: float) -> list[torch.Tensor]:
+    torch.manual_seed(rank)
+    batch = torch.randn(8, 33)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 5))
+    options = {"bucket_mb": bucket_mb, "reduce_order": "fixed"}
+    compiled = torch.compile(model, backend=backend, options=options)
+    compiled(batch).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_in_a_fixed_order_buckets_change_no_bit():
+    small, large = (run_ranks(in_fixed_order, 4, "hardened_aot_eager", mb) for mb in (0.001, 1024))
+    (with_inductor, *_) = run_ranks(in_fixed_order, 4, "hardened", 0.02)
+    for found in (*small, *large):
+        assert all(map(torch.equal, found, small[0]))
+    for a, b in zip(with_inductor, small[0], strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def train(rank: int, backend: str, overlap: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model, _ = small_gpt()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +17,7 @@ from fxpasses.passes.bucketing import Bucket, Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.precision import DTYPES
 from fxpasses.schedule.order import is_heavy
+from fxpasses.testing.world import World
 from tests.graphs import (
     ANY_ORIGIN,
     C10D,
@@ -61,7 +64,7 @@ def deep_mlp(mb: float, group: str, **options) -> TrainingGraph:
 def test_each_bucket_is_reduced_by_one_collective(fake_world):
     graph = doubled((2, 3), (4,))
     report = reduced(graph, fake_world)
-    assert report == Report(True, {"all_reduces": 1, "bytes": 40})
+    assert report == Report(True, {"collectives": 1, "bytes": 40})
     (launch,) = launches_of(graph)
     assert launch.target is C10D.all_reduce.default and launch.args[1:] == ("sum", fake_world)
     assert len(waits_of(graph)) == 1
@@ -71,7 +74,7 @@ def test_each_bucket_is_reduced_by_one_collective(fake_world):
 def test_collectives_are_as_many_as_buckets(fake_world, mb, collectives):
     graph = backward_of(mlp(8, 8, 8, 8), torch.randn(2, 8))
     report = reduced(graph, fake_world, mb)
-    assert report.counts == {"all_reduces": collectives, "bytes": 3 * (64 + 8) * 4}
+    assert report.counts == {"collectives": collectives, "bytes": 3 * (64 + 8) * 4}
     assert len(launches_of(graph)) == len(waits_of(graph)) == collectives
 
 
@@ -86,7 +89,7 @@ def test_the_dtype_on_the_wire(fake_world, dtype, size):
 
 def test_without_a_wire_dtype_each_gradient_keeps_its_own(fake_world):
     graph = traced(lambda a, b: (a * 2, b * 2), torch.ones(4), torch.ones(4, dtype=torch.bfloat16))
-    assert reduced(graph, fake_world).counts == {"all_reduces": 2, "bytes": 4 * 4 + 4 * 2}
+    assert reduced(graph, fake_world).counts == {"collectives": 2, "bytes": 4 * 4 + 4 * 2}
     assert nodes_with(graph, aten._to_copy.default) == []
 
 
@@ -115,13 +118,13 @@ def test_the_sum_needs_no_scaling(fake_world):
 
 def test_one_rank_needs_no_scaling(fake_world):
     graph = doubled((3,))
-    assert reduced(graph, fake_world, world=1).counts["all_reduces"] == 1
+    assert reduced(graph, fake_world, world=1).counts["collectives"] == 1
     assert nodes_with(graph, aten.div.Tensor) == []
 
 
 def test_empty_gradients_are_left_out(fake_world):
     graph = doubled((3,), (0, 2))
-    assert reduced(graph, fake_world).counts == {"all_reduces": 1, "bytes": 12}
+    assert reduced(graph, fake_world).counts == {"collectives": 1, "bytes": 12}
 
 
 def test_gradients_of_inputs_are_not_reduced(fake_world):
@@ -131,6 +134,64 @@ def test_gradients_of_inputs_are_not_reduced(fake_world):
     assert [node for _, node, _ in graph.outputs("input_gradient")] == before
 
 
+# In a fixed order
+
+
+def summed(group: str, mb: float, order: str | None = "fixed", **options):
+    """What all ranks get of gradients whose sum depends on its order, and half of these, by rank."""
+    shapes = ((5,), (3, 2), (1,))
+    graph = doubled(*shapes, dtype=options.pop("own", torch.float32))
+    reduced(graph, group, mb, order=order, **options)
+    rows = []
+    for rank in range(WORLD):
+        generator = torch.Generator().manual_seed(rank)
+        rows.append([torch.randn(s, generator=generator) * 10.0 ** (2 * rank) for s in shapes])
+    rows = [[x.to(graph.inputs()[0][0].meta["val"].dtype) for x in row] for row in rows]
+    outputs = World([graph] * WORLD, rows).run()
+    for row in outputs[1:]:
+        assert all(map(torch.equal, row, outputs[0]))
+    return list(outputs[0]), rows
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("own", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("mb", [1.0, 1e-9])
+def test_a_fixed_order_is_that_of_the_ranks(fake_world, reduce, own, mb):
+    found, rows = summed(fake_world, mb, reduce=reduce, own=own)
+    scale = WORLD if reduce == "mean" else 1
+    for gradient, column in zip(found, zip(*rows, strict=True), strict=True):
+        assert torch.equal(gradient, functools.reduce(torch.add, [2 * x / scale for x in column]))
+
+
+def test_a_narrow_wire_is_added_up_in_the_gradient_s_dtype(fake_world):
+    found, rows = summed(fake_world, 1.0, dtype="bf16")
+    for gradient, column in zip(found, zip(*rows, strict=True), strict=True):
+        shares = [(2 * x / WORLD).bfloat16().float() for x in column]
+        assert torch.equal(gradient, functools.reduce(torch.add, shares).bfloat16().float())
+
+
+def test_a_fixed_order_takes_two_collectives(fake_world):
+    graph = doubled((5,), (2,))
+    report = reduced(graph, fake_world, order="fixed")
+    assert report == Report(True, {"collectives": 2, "bytes": 4 * (8 + 2)})  # shards of 2
+    targets = [n.target for n in launches_of(graph)]
+    assert targets == [C10D.all_to_all_single.default, C10D.all_gather_into_tensor.default]
+    graph = doubled((5,), (2,))
+    assert reduced(graph, fake_world, order="fixed", world=2).counts["collectives"] == 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_second_legs_stand_behind_the_next_first_one(fake_world, overlap):
+    graph = doubled((5,), (2,), (3,))
+    reduced(graph, fake_world, EVERY_GRADIENT, order="fixed", overlap=overlap)
+    kinds = [
+        "A" if n.target is C10D.all_to_all_single.default else "G" if is_launch(n) else "w"
+        for n in graph.walk()
+        if is_launch(n) or is_wait(n)
+    ]
+    assert "".join(kinds) == ("AAwGAwGwGwww" if overlap else "AwGwAwGwAwGw")
+
+
 # It leaves alone
 
 
@@ -138,7 +199,7 @@ def test_a_graph_without_buckets_is_left_alone(fake_world):
     graph = doubled((0, 3))
     before = graph.fingerprint()
     report = reduced(graph, fake_world)
-    assert report == Report(False, {"all_reduces": 0, "bytes": 0})
+    assert report == Report(False, {"collectives": 0, "bytes": 0})
     assert graph.fingerprint() == before
 
 
@@ -285,7 +346,7 @@ def test_payloads_are_what_the_report_counts(fake_world):
     report = reduced(graph, fake_world, 1e-4, dtype="bf16")
     ranks = Ranks(graph)
     ranks.run_all(inputs_by_rank(graph))
-    assert len(ranks.payloads) == report.counts["all_reduces"]
+    assert len(ranks.payloads) == report.counts["collectives"]
     assert sum(p.numel() * p.element_size() for p in ranks.payloads) == report.counts["bytes"]
     assert {p.dtype for p in ranks.payloads} == {torch.bfloat16}
 
@@ -386,11 +447,13 @@ def test_the_contract():
     assert not GradientSync.preserves_numerics and "eps" in GradientSync().error_bound()
     environment = {"reduce": "sum", "reduce_dtype": "bf16", "group": "7", "world": 3, "rank": 1}
     bound = GradientSync(reduce="mean").bind(environment)
-    assert bound == GradientSync("mean", "bf16", True, "7", 3)
+    assert bound == GradientSync("mean", "bf16", None, True, "7", 3)
     assert GradientSync(overlap=False).spec == "gradient_sync{overlap=false}"
 
 
-@pytest.mark.parametrize(("option", "value"), [("reduce", "max"), ("dtype", "fp64")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("reduce", "max"), ("dtype", "fp64"), ("order", "some")]
+)
 def test_a_wrong_option_is_refused(option, value):
     with pytest.raises(ValueError, match=rf"gradient_sync\{{{option}={value}\}}; "):
         GradientSync(**{option: value})

@@ -189,7 +189,7 @@ def sync_as_promised(run: Run) -> None:
     total = sum(
         n.args[0].meta["val"].numel() * n.args[0].meta["val"].element_size() for n in launches
     )
-    assert run.reports[0].counts == {"all_reduces": len(launches), "bytes": total}
+    assert run.reports[0].counts == {"collectives": len(launches), "bytes": total}
     _launched_early(run, launches)
     if current.overlap:
         _awaited_late(run, waits)
@@ -232,7 +232,7 @@ def division_of_the_mean(run: Run) -> None:
     assert isinstance(current, GradientSync)
     divisions = [n for n in _new(run) if "div" in str(n.target)]
     assert bool(divisions) == (
-        current.reduce == "mean" and run.world > 1 and bool(run.reports[0].counts["all_reduces"])
+        current.reduce == "mean" and run.world > 1 and bool(run.reports[0].counts["collectives"])
     )
     casts = [n for n in _new(run) if "to_copy" in str(n.target)]
     flats = [n for n in run.before.walk() if "bucket" in n.meta]
