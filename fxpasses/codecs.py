@@ -7,6 +7,7 @@ All functions are tensor code for `splice`. Payloads are flat uint8 tensors (see
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import custom_ops.quantise
 import custom_ops.topk
 import custom_ops.wire16  # noqa: F401  (registers operators, like the two above)
 from custom_ops.layout import Layout, Layout16, TopKLayout
-from fxpasses.compression import Scheme
+from fxpasses.compression import ADAPTIVE, NONE, POWERSGD, Scheme
 
 _TWO_LEGS_FROM = 3  # ranks: with two, both ways carry the same, and one leg rounds once
 
@@ -199,3 +200,42 @@ def codec_of(scheme: Scheme, lengths: Sequence[int], group: str, world: int, ran
     )
     second = scheme.second_bits if scheme.scheme == "int4" else scheme.bits
     return Quantised(layout, group, world, rank, second)
+
+
+def loss_bound(scheme: Scheme, size: Tensor) -> Tensor:
+    """How far the mean over the ranks of one gradient may be from what arrives of it, if nothing is fed back.
+
+    Args:
+        size: [ranks, *shape] fp64, magnitudes.
+
+    Returns:
+        Broadcasts to shape; infinite for fp16, whose bound depends on what else the bucket holds.
+    """
+    if scheme.scheme == NONE:
+        return torch.zeros((), dtype=torch.float64)
+    if scheme.scheme == "fp16":
+        return torch.full((), torch.inf, dtype=torch.float64)
+    if scheme.scheme == "bf16":
+        return 2 * 2.0**-8 * size.mean(0) + 2.0**-126  # in each of two legs
+    if scheme.scheme == "topk":
+        return (1 + 2.0**-8) * size.mean(0)
+    if scheme.scheme == POWERSGD:
+        return torch.linalg.vector_norm(size.mean(0)).expand(size.shape[1:])
+    if scheme.scheme == ADAPTIVE:
+        levels = [loss_bound(scheme.level(name), size) for name in scheme.level_names]
+        return functools.reduce(torch.maximum, levels)
+    if not size.numel():
+        return torch.zeros((), dtype=torch.float64)
+    largest = size.reshape(size.shape[0], -1).amax(1)
+    first = _step(largest, scheme.bits).mean()
+    second = scheme.second_bits if scheme.scheme == "int4" else scheme.bits
+    total = first
+    if size.shape[0] >= _TWO_LEGS_FROM:
+        total = first + _step(largest.mean() + 16 * first, second)
+    steps = 16.0 if scheme.rotate else 1.0 if scheme.stochastic else 0.5
+    return steps * (1 + 2.0**-14) * total
+
+
+def _step(largest: Tensor, bits: int) -> Tensor:
+    """The largest scale that a group may have whose values are no larger than this."""
+    return (largest / (2 ** (bits - 1) - 1) * (1 + 2.0**-7 + 2.0**-15)).clamp(min=2.0**-100)

@@ -20,11 +20,13 @@ stay.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from fxpasses.codecs import loss_bound
 from fxpasses.compression import Rules, parse_rules, scheme_of
 from fxpasses.config import ANY
 from fxpasses.exchange import Exchange, exchange_of
@@ -84,6 +86,7 @@ class Compress(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"reduced", "compressed"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"gradient_sync"})
     preserves_numerics: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = False  # it would find its payloads, which are buckets
 
     def __post_init__(self) -> None:
         parse_rules(self.scheme or "")
@@ -95,6 +98,21 @@ class Compress(Pass):
             "element that is not among its chunk's largest; powersgd: what is outside of the subspace. With "
             "feedback: sent + residuals = gradients, up to rounding in fp32"
         )
+
+    def tolerance(self, local: Tensor, out: Tensor) -> Tensor:
+        """Of one gradient, whatever shares its bucket; NaN where anything in that is not finite."""
+        ranks, eps = local.shape[0], torch.finfo(out.dtype).eps
+        size = local.abs().double()
+        rules = parse_rules(self.scheme or "")
+        bounds = [loss_bound(scheme, size) for scheme in {scheme for _, scheme in rules}]
+        bound = functools.reduce(torch.maximum, bounds, torch.zeros(()).double())
+        # What is sent as it is, and rounding: of the sum, of the mean and of what is delivered.
+        bound = bound + (ranks + 4) * max(eps, torch.finfo(torch.float32).eps) * size.mean(0)
+        bound = bound * (ranks if self.reduce == "sum" else 1) + eps * out.abs().double()
+        return torch.where(out.isnan() | (self.dtype is not None), torch.inf, bound)
+
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return any("bucket" in node.meta for node in graph.walk())
 
     def run(self, graph: TrainingGraph) -> Report:
         rules = parse_rules(self.scheme or "")

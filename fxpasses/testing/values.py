@@ -7,16 +7,22 @@ from typing import Any
 
 import torch
 
+from fxpasses.exchange import ROUNDS
+from fxpasses.feedback import ESTIMATE, MEAN_ESTIMATE, RESIDUAL, VELOCITY
 from fxpasses.graph import SCALE_STATE, Role, TrainingGraph
+from fxpasses.powersgd import SUBSPACE
+
+# Compression feeds back what earlier steps lost, which no bound for this step's gradients holds of.
+FROM_EARLIER_STEPS = (RESIDUAL, VELOCITY, ESTIMATE, MEAN_ESTIMATE, SUBSPACE, ROUNDS)
 
 
 def random_inputs(graph: TrainingGraph, seed: int = 0) -> list[Any]:
     """Real inputs in the layouts of the fake ones.
 
     Floats are normally distributed, masks drawn, and other integers zero, since they may be positions; a loss
-    scale is a power of two. A size that is not known takes the value that it had when the graph was traced.
-    What an input is given depends on its role alone, so two graphs that share inputs get the same values for
-    them.
+    scale is a power of two; compression has no earlier steps. A size that is not known takes the value that it
+    had when the graph was traced. What an input is given depends on its role alone, so two graphs that share
+    inputs get the same values for them.
     """
     return [_value(node.meta["val"], role, seed) for node, role in graph.inputs()]
 
@@ -32,6 +38,8 @@ def _value(fake: Any, role: Role, seed: int) -> Any:
     memory = real.as_strided(kept, stride)
     if role.kind == "state" and role.name.startswith(f"{SCALE_STATE}/"):
         memory.fill_(2.0 ** int(torch.randint(9, (), generator=generator)))
+    elif role.kind == "state" and role.name.partition("/")[0] in FROM_EARLIER_STEPS:
+        memory.zero_()
     elif fake.dtype.is_floating_point or fake.dtype.is_complex:
         memory.copy_(torch.randn(kept, generator=generator, dtype=torch.float64))
     elif fake.dtype is torch.bool:

@@ -21,6 +21,7 @@ from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
+from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.loss_scale import LossScaling
 from fxpasses.passes.overflow import Overflow
@@ -41,6 +42,8 @@ from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
 from tests.testing.casts import casts_as_promised, low_graphs
+from tests.testing.clipping import Behind, clipped_as_promised
+from tests.testing.compression import compressed_as_promised, real_graphs, sums_in_order
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -746,11 +749,20 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
         GradientSync(overlap=False),
         (sync_as_promised, division_of_the_mean),
     ),
+    "gradient_sync_in_order": (GradientSync(order="fixed"), (sums_in_order,)),
+    **{
+        f"compress_{words}": (Compress(scheme=words), (compressed_as_promised,))
+        for words in (
+            *("int4", "int8", "topk:ratio=0.3", "bf16", "powersgd:rank=1"),
+            *("int4:stochastic=true:feedback=ef21", "topk:momentum=0.5"),
+        )
+    },
+    "clip_norm": (Behind(max_norm=1.0), (clipped_as_promised,)),
 }
 
 
-# Where graphs that are drawn for any pass would seldom give it something to do.
-GRAPHS = {"cast": low_graphs()}
+# Where graphs that are drawn for any pass would seldom give it something to do, or something it refuses.
+GRAPHS = {"cast": low_graphs()} | {name: real_graphs() for name in OWN if "compress" in name}
 
 
 def holds(name: str, examples: int | None = None, programs: int | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ def effects_survive(run: Run) -> None:
     for target in set(before):
         if after.count(target) < before.count(target):
             fail("effects_survive", run, f"a call of {target} is gone")
-    lean = copied(run.after)
-    lean.eliminate_dead_code()
-    if [str(n.target) for n in lean.walk() if is_effectful(n)] != after:
+    leans = [copied(graph) for graph in run.afters]
+    for lean in leans:
+        lean.eliminate_dead_code()
+    if [str(n.target) for n in leans[0].walk() if is_effectful(n)] != after:
         fail("effects_survive", run, "eliminating dead code drops or moves effects")
-    if len(lean.graph.nodes) == len(run.after.graph.nodes):
+    if len(leans[0].graph.nodes) == len(run.after.graph.nodes):
         return
-    lean_trace = trace([lean] * run.world, run.seed)
+    lean_trace = trace(leans, run.seed)
     if not _same(lean_trace.results[0], run.traced_after.results[0]):
         fail("effects_survive", run, "eliminating dead code changes results")
 
@@ -129,8 +131,8 @@ def memory_kept(run: Run) -> None:
     and outputs share memory with each other, or with an input, only if they did before. Gradients, and what
     a pass may change, need not share it any longer.
     """
-    was_written, was_shared = _memory(run.before, run.seed)
-    now_written, now_shared = _memory(run.after, run.seed)
+    was_written, was_shared = _memory([run.before] * run.world, run.seed)
+    now_written, now_shared = _memory(run.afters, run.seed)
     if was_written != now_written:
         fail(
             "memory_kept", run, f"writes inputs {sorted(now_written)}, before {sorted(was_written)}"
@@ -150,13 +152,16 @@ def memory_kept(run: Run) -> None:
         )
 
 
-def _memory(graph: TrainingGraph, seed: int) -> tuple[set[str], set[frozenset[tuple[str, Any]]]]:
-    """Names of inputs that one rank's run writes, and pairs of inputs and outputs that share memory."""
+def _memory(
+    graphs: Sequence[TrainingGraph], seed: int
+) -> tuple[set[str], set[frozenset[tuple[str, Any]]]]:
+    """Names of inputs that the first rank's run writes, and pairs of inputs and outputs that share memory."""
     from fxpasses.testing.world import World
 
-    inputs = random_inputs(graph, seed)
+    graph, rows = graphs[0], [random_inputs(each, seed) for each in graphs]
+    inputs = rows[0]
     kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
-    (results,) = World([graph], [inputs]).run()
+    results = World(graphs, rows).run()[0]
     written = {
         role.name
         for (_, role), old, new in zip(graph.inputs(), kept, inputs, strict=True)

@@ -81,7 +81,7 @@ def collectives_explained(run: Run) -> None:
     Plan, agreement and the optimizer's check go by these.
     """
     known = {node.name for node in run.before.graph.nodes}
-    named: list[str] = []
+    groups: set[tuple[str, ...]] = set()  # a bucket may travel in two parts
     for node in run.after.walk():
         if not is_launch(node) or node.name in known:
             continue
@@ -89,9 +89,10 @@ def collectives_explained(run: Run) -> None:
         if not isinstance(origin, Provenance) or origin.pass_name != run.current.name:
             fail("collectives_explained", run, f"has provenance {origin}", node)
         elif node.meta.get("reduces"):
-            named += origin.parameters
+            groups.add(origin.parameters)
     if "reduced" in run.current.provides:
         expected = [g.parameter for g in run.after.gradients() if g.node.meta["val"].numel()]
+        named = [name for group in groups for name in group]
         if sorted(named) != sorted(expected):
             what = f"launches that reduce name {sorted(named)}, gradients are {sorted(expected)}"
             fail("collectives_explained", run, what)

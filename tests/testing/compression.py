@@ -1,0 +1,135 @@
+"""What holds of gradients that are sent compressed, or summed in the order of the ranks, on every graph."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from hypothesis import strategies as st
+
+from fxpasses.compression import Scheme, parse_rules
+from fxpasses.effects import is_launch, is_wait
+from fxpasses.passes.compress import Compress
+from fxpasses.passes.gradient_sync import GradientSync
+from fxpasses.rewrite import Provenance
+from fxpasses.testing.oracles import Run
+from fxpasses.testing.strategies import gradient_graphs
+from fxpasses.testing.synthetic import GradientGraph
+
+WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RULES = {"encode", "launch", "receive", "recode", "relaunch", "wait", "decode", "commit", "finite"}
+EPS = torch.finfo(torch.float32).eps
+
+
+def real_graphs() -> st.SearchStrategy[GradientGraph]:
+    """Without complex gradients, which no scheme takes."""
+
+    def is_real(graph: GradientGraph) -> bool:
+        gradients = graph.build().gradients()
+        return all(g.node.meta["val"].dtype.is_floating_point for g in gradients)
+
+    return gradient_graphs().filter(is_real)
+
+
+def compressed_as_promised(run: Run) -> None:
+    """Launches stand behind their buckets, waits behind everything; what is counted is what is sent; what is
+    not sent is kept, and nothing that is not finite.
+    """
+    current, graph = run.current, run.after
+    assert isinstance(current, Compress)
+    ((_, scheme),) = parse_rules(current.scheme or "")
+    buckets = [n for n in run.before.walk() if "bucket" in n.meta]
+    launches = [n for n in graph.walk() if is_launch(n)]
+    payloads = [n.args[0].meta["val"] for n in launches]
+    sent = sum(p.numel() * p.element_size() for p in payloads)
+    counts = run.reports[0].counts
+    if not buckets:
+        assert not launches
+        return
+    assert (counts["buckets"], counts["collectives"], counts["bytes"]) == (
+        len(buckets),
+        len(launches),
+        sent,
+    )
+    known = {n.name for n in run.before.graph.nodes}
+    new = [n for n in graph.walk() if n.name not in known]
+    for node in new:
+        origin = node.meta["provenance"]
+        assert isinstance(origin, Provenance) and origin.pass_name == "compress"
+        # What is sent as it is has rules of its own.
+        assert origin.rule in RULES | {"finish"}, origin.rule
+    _in_order(run, launches)
+    _kept(run, scheme)
+
+
+def _in_order(run: Run, launches: list[torch.fx.Node]) -> None:
+    """First legs in the order of their buckets, each in front of what was computed behind that; every wait for
+    a result behind all computation.
+    """
+    before = [n for n in run.before.walk() if "bucket" in n.meta]
+    first = [n for n in launches if n.meta["provenance"].rule == "launch"]
+    carried = [n.meta["provenance"].parameters for n in first]
+    assert carried == [n.meta["bucket"].parameters for n in before]
+    names = [n.name for n in run.after.graph.nodes]
+    old = [n.name for n in run.before.graph.nodes]
+    views = {n.name for n in run.before.walk() if _rule(n) == "unflatten"}
+    for launch, bucket in zip(first, before, strict=True):
+        behind = {n for n in old[old.index(bucket.name) + 1 :] if n in names}
+        assert behind <= set(names[names.index(launch.name) + 1 :]), f"{launch.name} is late"
+    computed = [names.index(n) for n in old if n in names and n not in views and n != "output"]
+    results = [n for n in run.after.walk() if is_wait(n) and _rule(n) in ("wait", "finish")]
+    assert results and min(names.index(n.name) for n in results) > max(computed)
+
+
+def _rule(node: torch.fx.Node) -> str:
+    return getattr(node.meta.get("provenance"), "rule", "")
+
+
+def _kept(run: Run, scheme: Scheme) -> None:
+    """What arrived, as often as there are ranks, and all residuals are what all ranks had."""
+    before, after = run.traced_before.results, run.traced_after.results
+    gradients = {g.parameter: g.index for g in run.before.gradients()}
+    finite = all(row[i].isfinite().all() for row in before for i in gradients.values())
+    scale = run.world if run.current.reduce == "mean" else 1
+    for graph_output, _, role in run.after.outputs("state"):
+        kind = role.name.partition("/")[0]
+        states = [row[graph_output] for row in after]
+        specs = {r.name: n.meta["state"] for n, r in run.after.inputs("state")}
+        parts = specs[role.name].parts
+        if not finite or kind not in ("residual", "estimate", "mean_estimate"):
+            assert all(s.isfinite().all() for s in states), f"{role.name} is not finite"
+            continue
+        split = [s.double().split([n for _, n in parts]) for s in states]
+        for at, (name, _) in enumerate(parts):
+            index = gradients[name]
+            local = torch.stack([row[index].double().sum() for row in before])
+            size = sum(float(row[index].double().abs().sum()) for row in before)
+            kept = sum(float(row[at].sum()) for row in split)
+            arrived = scale * float(after[0][index].double().sum())
+            slack = 1e-3 * size if after[0][index].dtype.itemsize < 4 else 1e-4 * size
+            if kind == "residual" and not scheme.momentum:
+                assert abs(arrived + kept - float(local.sum())) <= slack + 1e-25, name
+            if kind == "mean_estimate":  # the mean of all estimates, which is the result
+                assert abs(run.world * float(split[0][at].sum()) - arrived) <= slack + 1e-25, name
+
+
+def sums_in_order(run: Run) -> None:
+    """Bitwise the sum from rank 0 on, of what each rank has in the wire's dtype, in the wider of the two."""
+    current = run.current
+    assert isinstance(current, GradientSync)
+    if run.world < 3:
+        return
+    before, after = run.traced_before.results, run.traced_after.results
+    for gradient in run.before.gradients():
+        own = gradient.node.meta["val"].dtype
+        wire = WIRE[current.dtype] if current.dtype else own
+        wide = torch.promote_types(own, wire)
+        if wide.itemsize < 4:
+            continue  # compilers and eager kernels differ in what they round between two additions
+        rows = [row[gradient.index] for row in before]
+        if current.reduce == "mean":
+            rows = [row.to(wide) / run.world for row in rows]
+        total = functools.reduce(torch.add, [row.to(wire).to(wide) for row in rows])
+        expected, found = total.to(wire).to(own), after[0][gradient.index]
+        same = (expected == found) | (expected.isnan() & found.isnan())
+        assert bool(same.all()), f"{gradient.parameter} is not summed in the order of the ranks"
