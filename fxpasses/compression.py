@@ -53,7 +53,8 @@ class Scheme:
         rotate: (int4) Hadamard rotation, against outliers.
         second_bits: (int4) bits of the second leg, from a shard's owner to all: 8 or 4.
         ratio: (topk) share of the elements that is sent, above 0 and at most 1.
-        momentum: (topk) taken before elements are chosen, in place of the optimizer's own; 0 for none.
+        momentum: (topk) taken before elements are chosen, in place of the optimizer's own; with "ef21", of a
+            moving average that is estimated; 0 for none.
         rank: (powersgd) columns of the two thin matrices that stand for a gradient.
         levels: (adaptive) schemes, from the one that loses least to the one that sends least: "int8/int4/topk".
         policy: (adaptive) "norm" takes the first level while the norm of the gradients changes, else the last;
@@ -92,8 +93,8 @@ class Scheme:
             self._refuse("ratio", "a number above 0 and at most 1")
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             self._refuse("momentum", "a number from 0 to below 1")
-        if self.momentum and self.feedback is not True:
-            self._refuse("feedback", "true with momentum")
+        if self.momentum and not self.feedback:
+            self._refuse("feedback", f"true or {ESTIMATES} with momentum")
         if not _is_whole(self.rank) or self.rank < 1:
             self._refuse("rank", "a whole number, 1 or more")
         if self.feedback == ESTIMATES and self.scheme == POWERSGD:

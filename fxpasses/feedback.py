@@ -3,7 +3,8 @@
     Without     nothing
     Residual    what was not sent is added to the next gradient
     Corrected   the same of gradients with momentum (top-k)
-    Estimates   both ends keep an estimate of the gradient; what is sent is the difference to it
+    Estimates   both ends keep an estimate of the gradient, or of its moving average; what is sent is the
+                difference to it
 
 All functions are tensor code for `splice`; states are flat fp32 tensors of a bucket, [n].
 """
@@ -103,14 +104,20 @@ class Corrected(Without):
 class Estimates(Without):
     """EF21: Richtárik et al., NeurIPS 2021, "EF21: a new, simpler, theoretically better, and practically faster
     error feedback". The mean of the ranks' estimates is the mean estimate, up to rounding.
+
+    Attributes:
+        momentum: of the moving average that is estimated instead of the gradient, against its noise; or 0.
+            Fatkhullin et al., NeurIPS 2023, "Momentum provably improves error feedback!".
     """
+
+    momentum: float = 0.0
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return (ESTIMATE, MEAN_ESTIMATE)
+        return (ESTIMATE, MEAN_ESTIMATE, *((VELOCITY,) if self.momentum else ()))
 
     def before(self, flat: Tensor, olds: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        return flat - olds[0], torch.zeros_like(flat)
+        return self._average(flat, olds) - olds[0], torch.zeros_like(flat)
 
     def result(self, mean: Tensor, olds: Sequence[Tensor]) -> Tensor:
         return olds[1] + mean
@@ -119,7 +126,13 @@ class Estimates(Without):
         self, flat: Tensor, olds: Sequence[Tensor], lost: Tensor | None, result: Tensor
     ) -> tuple[Tensor, ...]:
         assert lost is not None
-        return flat - lost, result
+        average = self._average(flat, olds)
+        return average - lost, result, *((average,) if self.momentum else ())
+
+    def _average(self, flat: Tensor, olds: Sequence[Tensor]) -> Tensor:
+        if not self.momentum:
+            return flat
+        return self.momentum * olds[2] + (1 - self.momentum) * flat
 
 
 def feedback_of(scheme: Scheme) -> Without:
@@ -127,5 +140,5 @@ def feedback_of(scheme: Scheme) -> Without:
     if not scheme.has_residual:
         return Without()
     if scheme.feedback == ESTIMATES:
-        return Estimates()
+        return Estimates(scheme.momentum)
     return Corrected(scheme.momentum) if scheme.momentum else Residual()

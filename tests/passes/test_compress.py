@@ -299,6 +299,18 @@ def test_estimates_come_near_and_their_mean_is_the_result(fake_world, scheme, wo
     assert apart[-1] < 1e-3 * apart[0]
 
 
+def test_estimates_of_a_moving_average(fake_world):
+    scheme = "topk:ratio=0.5:momentum=0.5:feedback=ef21"
+    training = Training(fake_world, scheme, 1, ((4,),))
+    (first,) = training.step([[torch.tensor([4.0, -2.0, 1.0, 1.0])]])
+    assert first.tolist() == [2.0, -1.0, 0.0, 0.0]  # of half the gradient the larger half
+    (second,) = training.step([[torch.tensor([2.0, -1.0, 3.0, 5.5])]])
+    # The average is [2, -1, 1.75, 3]: now the others differ from their estimates.
+    assert second.tolist() == [2.0, -1.0, 1.75, 3.0]
+    assert training.state(0, "velocity").tolist() == second.tolist()
+    assert training.state(0, "estimate").tolist() == second.tolist()
+
+
 def test_momentum_is_kept_where_nothing_was_sent(fake_world):
     training = Training(fake_world, "topk:ratio=0.5:momentum=0.5", 1, ((4,),))
     (first,) = training.step([[torch.tensor([4.0, -3.0, 2.0, 1.0])]])
