@@ -35,10 +35,16 @@ MODULES = {
     "cast": "fxpasses.passes.cast",
     "loss_scale": "fxpasses.passes.loss_scale",
     "overflow": "fxpasses.passes.overflow",
+    "clip_norm": "fxpasses.passes.clip_norm",
+    "compress": "fxpasses.passes.compress",
+    "exchange": "fxpasses.exchange",
+    "codecs": "fxpasses.codecs",
+    "feedback": "fxpasses.feedback",
+    "powersgd": "fxpasses.powersgd",
     "rewrite": "fxpasses.rewrite",
     "variants": "fxpasses.variants",
 }
-STATEMENTS = ("error_bound", "has_work", "tolerance")
+STATEMENTS = ("error_bound", "has_work", "tolerance", "loss_bound")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +230,10 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         p.mean_keeps_large_numbers,
         holds("gradient_sync"),
         holds("gradient_sync_at_once"),
+        holds("gradient_sync_in_order"),
         *searches(p.overlap_changes_nothing),
     ]
+    compressed = [holds(name) for name in p.OWN if name.startswith("compress_")]
     own: dict[str, list[Callable[[], None]]] = {
         "bucketing": [holds("bucketing"), *searches(p.bucket_layouts, p.bucket_limits, p.layouts)],
         "gradient_sync": synchronised,
@@ -235,6 +243,9 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         "cast": [*casts.SINGLE, holds("cast")],
         "loss_scale": [*scaling.SINGLE, holds("loss_scale")],
         "overflow": [*scaling.SINGLE, holds("overflow"), *searches(scaling.overflow_of_buckets)],
+        "clip_norm": [holds("clip_norm")],
+        **dict.fromkeys(("compress", "exchange", "codecs", "feedback"), compressed),
+        "powersgd": [holds("compress_powersgd:rank=1")],
         "rewrite": [
             p.splice_refuses_tensors, p.splice_takes_branches,
             p.splice_takes_numbers, p.splice_tells_arguments_apart, p.model_lines,

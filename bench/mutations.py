@@ -8,54 +8,79 @@ from __future__ import annotations
 
 WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     # gradient_sync
-    ("gradient_sync", "no wait", "torch.ops._c10d_functional.wait_tensor(x).to(", "x.to("),
-    ("reduction", "no division", "(own, wire)) / world", "(own, wire))"),
-    ("reduction", "divides for the sum", 'reduce == "mean" and world > 1', "world > 1"),
-    ("reduction", "divides by one less", "(own, wire)) / world", "(own, wire)) / (world - 1)"),
+    (
+        "reduction",
+        "no wait",
+        "arrived = torch.ops._c10d_functional.wait_tensor(arrived)",
+        "arrived = arrived.clone()",
+    ),
+    ("reduction", "no division", "part.to(wide) / self.world", "part.to(wide)"),
+    (
+        "reduction",
+        "divides for the sum",
+        'self.reduce == "mean" and self.world > 1',
+        "self.world > 1",
+    ),
+    (
+        "reduction",
+        "divides by one less",
+        "part.to(wide) / self.world",
+        "part.to(wide) / (self.world - 1)",
+    ),
     (
         "reduction",
         "divides behind the cast",
-        "x = x.to(torch.promote_types(own, wire))",
-        "x = x.to(wire)",
+        "part.to(wide) / self.world",
+        "part.to(wire) / self.world",
     ),
-    ("reduction", "divides twice", "(own, wire)) / world", "(own, wire)) / world / world"),
+    (
+        "reduction",
+        "divides twice",
+        "part.to(wide) / self.world",
+        "part.to(wide) / self.world / self.world",
+    ),
     (
         "reduction",
         "reduces by avg",
-        'all_reduce(whole, "sum", group)',
-        'all_reduce(whole, "avg", group)',
+        'all_reduce(whole, "sum", self',
+        'all_reduce(whole, "avg", self',
     ),
     (
         "reduction",
         "reduces by max",
-        'all_reduce(whole, "sum", group)',
-        'all_reduce(whole, "max", group)',
+        'all_reduce(whole, "sum", self',
+        'all_reduce(whole, "max", self',
     ),
-    ("reduction", "another group", '"sum", group)', '"sum", "0")'),
+    ("reduction", "another group", '"sum", self.group)', '"sum", "0")'),
     (
         "reduction",
         "wire dtype ignored",
-        "wire = DTYPES[dtype] if dtype else own",
+        "wire = DTYPES[self.dtype] if self.dtype else own",
         "wire = own",
     ),
     (
-        "gradient_sync",
+        "reduction",
         "result left in the wire dtype",
-        "(x).to(bucket.dtype)",
-        "(x).to(torch.float32)",
+        "arrived[:numel]).to(bucket.dtype)",
+        "arrived[:numel]).to(torch.float32)",
     ),
-    ("gradient_sync", "waits early", "readers[0] if self.overlap else launch.next", "launch.next"),
+    (
+        "gradient_sync",
+        "waits early",
+        "place = bucket.readers[0] if self.overlap else launch.next",
+        "place = launch.next",
+    ),
     (
         "gradient_sync",
         "waits late without overlap",
-        "readers[0] if self.overlap else launch.next",
-        "readers[0]",
+        "place = bucket.readers[0] if self.overlap else launch.next",
+        "place = bucket.readers[0]",
     ),
     (
         "reduction",
         "launches late",
-        'self.write(graph, self.flat.next, "launch"',
-        'self.write(graph, graph.output_node, "launch"',
+        'bucket.write(graph, bucket.flat.next, "launch"',
+        'bucket.write(graph, graph.output_node, "launch"',
     ),
     ("reduction", "reads the local bucket", "reader.replace_input_with(self.flat, result)", "pass"),
     (
@@ -67,8 +92,8 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "gradient_sync",
         "buckets backwards",
-        "for bucket in buckets]\n        for",
-        "for bucket in buckets[::-1]][::-1]\n        for",
+        "[dense.launch(graph, bucket) for bucket in buckets]",
+        "[dense.launch(graph, bucket) for bucket in buckets[::-1]][::-1]",
     ),
     ("reduction", "launch not marked", 'launch.meta["reduces"] = True', "pass"),
     (
@@ -81,14 +106,14 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "reduction",
         "parts swapped",
-        "payload(part) for part in parts]",
-        "payload(part) for part in parts[::-1]]",
+        "self._share(part, bucket.dtype) for part in parts]",
+        "self._share(part, bucket.dtype) for part in parts[::-1]]",
     ),
     (
         "reduction",
         "first part only",
-        "payload(part) for part in parts]",
-        "payload(part) for part in parts[:1]]",
+        "self._share(part, bucket.dtype) for part in parts]",
+        "self._share(part, bucket.dtype) for part in parts[:1]]",
     ),
     (
         "reduction",
@@ -99,8 +124,8 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "gradient_sync",
         "says it changed nothing",
-        "            bool(buckets),",
-        "            False,",
+        "            True,\n",
+        "            False,\n",
     ),
     (
         "reduction",
@@ -111,15 +136,51 @@ WRITTEN: tuple[tuple[str, str, str, str], ...] = (
     (
         "reduction",
         "scales in half precision",
-        "x = x.to(torch.promote_types(own, wire))",
-        "x = x.half()",
+        "part.to(wide) / self.world",
+        "part.half() / self.world",
     ),
     (
         "reduction",
         "sends twice",
-        "self.mark_launch(node)",
-        'self.mark_launch(node); again = self.write(graph, node.next, "launch", lambda x: '
-        'torch.ops._c10d_functional.all_reduce(x, "sum", group), node.args[0]); self.mark_launch(again)',
+        "        if self.legs == 1:\n            bucket.mark_launch(node)",
+        "        if self.legs == 1:\n"
+        "            bucket.mark_launch(node)\n"
+        '            again = bucket.write(graph, node.next, "launch", lambda x: '
+        'torch.ops._c10d_functional.all_reduce(x, "sum", self.group), node.args[0])\n'
+        "            bucket.mark_launch(again)",
+    ),
+    ("reduction", "adds the ranks backwards", "rows.unbind())", "rows.unbind()[::-1])"),
+    ("reduction", "adds all but one rank", "rows.unbind())", "rows.unbind()[1:])"),
+    (
+        "reduction",
+        "adds up in the wire's dtype",
+        "view(self.world, -1).to(wide)",
+        "view(self.world, -1)",
+    ),
+    (
+        "reduction",
+        "shards one too short",
+        "shard = -(-whole.numel() // self.world)",
+        "shard = whole.numel() // self.world",
+    ),
+    ("reduction", "keeps the padding", "arrived[:numel])", "arrived)"),
+    (
+        "reduction",
+        "two legs for two ranks",
+        "self.order == FIXED and self.world > 2",
+        "self.order == FIXED",
+    ),
+    (
+        "reduction",
+        "never two legs",
+        "return 2 if self.order == FIXED and self.world > 2 else 1",
+        "return 1",
+    ),
+    (
+        "reduction",
+        "second legs behind their own first",
+        "(launch.next for launch in launches[1:])",
+        "(launch.next for launch in launches[:-1])",
     ),
     # bucketing
     (

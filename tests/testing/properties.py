@@ -336,10 +336,32 @@ def statistics_as_promised(run: Run) -> None:
     assert {r.name for _, _, r in graph.outputs("state")} == {s.name for s in specs}
 
 
+# What each pass may say of its nodes: dumps, bisection and recovery paths go by these names.
+RULES = {
+    "cast": {"cast"},
+    "bucketing": {"flatten", "unflatten"},
+    "participation": {"launch", "finish"},
+    "running_stats": {"launch", "finish"},
+    "loss_scale": {"reciprocal", "scale", "unscale"},
+    "overflow": {"check"},
+    "gradient_sync": {"launch", "relaunch", "finish"},
+    "clip_norm": {"norm", "multiply"},
+}
+
+
 def no_leftovers(run: Run) -> None:
     no_dead_code(run)
+    says_where_from(run)
+
+
+def says_where_from(run: Run) -> None:
+    own = run.current.name
+    copies = (
+        {("bucketing", "unflatten")} if own == "clip_norm" else set()
+    )  # views of what it scales
+    found = {(n.meta["provenance"].pass_name, n.meta["provenance"].rule) for n in _new(run)}
+    assert found <= {(own, rule) for rule in RULES[own]} | copies, f"nodes by {found}"
     assert all(isinstance(n.meta["provenance"], Provenance) for n in _new(run)), "no provenance"
-    assert {n.meta["provenance"].pass_name for n in _new(run)} <= {run.current.name}
     assert all("val" in n.meta for n in _new(run)), "a new node has no fake value"
 
 
@@ -744,12 +766,12 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "running_stats": (RunningStats(), (statistics_as_promised, no_leftovers)),
     "loss_scale": (LossScaling(), (scaled_as_promised, no_leftovers)),
     "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
-    "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean)),
+    "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
     "gradient_sync_at_once": (
         GradientSync(overlap=False),
         (sync_as_promised, division_of_the_mean),
     ),
-    "gradient_sync_in_order": (GradientSync(order="fixed"), (sums_in_order,)),
+    "gradient_sync_in_order": (GradientSync(order="fixed"), (sums_in_order, says_where_from)),
     **{
         f"compress_{words}": (Compress(scheme=words), (compressed_as_promised,))
         for words in (
@@ -757,7 +779,7 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
             *("int4:stochastic=true:feedback=ef21", "topk:momentum=0.5"),
         )
     },
-    "clip_norm": (Behind(max_norm=1.0), (clipped_as_promised,)),
+    "clip_norm": (Behind(max_norm=1.0), (clipped_as_promised, says_where_from)),
 }
 
 
