@@ -217,7 +217,7 @@ class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None]]:
     """Properties, those that concern a module first."""
-    from tests.testing import casts, scaling
+    from tests.testing import casts, clipping, scaling
     from tests.testing import properties as p
 
     def holds(name: str) -> Callable[[], None]:
@@ -243,9 +243,9 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         "cast": [*casts.SINGLE, holds("cast")],
         "loss_scale": [*scaling.SINGLE, holds("loss_scale")],
         "overflow": [*scaling.SINGLE, holds("overflow"), *searches(scaling.overflow_of_buckets)],
-        "clip_norm": [holds("clip_norm")],
+        "clip_norm": [clipping.what_is_not_finite, holds("clip_norm")],
         **dict.fromkeys(("compress", "exchange", "codecs", "feedback"), compressed),
-        "powersgd": [holds("compress_powersgd:rank=1")],
+        "powersgd": [holds("compress_powersgd")],
         "rewrite": [
             p.splice_refuses_tensors, p.splice_takes_branches,
             p.splice_takes_numbers, p.splice_tells_arguments_apart, p.model_lines,

@@ -225,9 +225,7 @@ class TrainingGraph:
 
     def eliminate_dead_code(self) -> bool:
         """Drop nodes that nothing uses and that have no effect; returns whether any went."""
-        return self.graph.eliminate_dead_code(
-            lambda n: n.op in ("placeholder", "output") or is_effectful(n)
-        )
+        return eliminate_dead_code(self.graph)
 
     def positions(self) -> dict[fx.Node, int]:
         """Index of each node in the graph's order."""
@@ -251,6 +249,11 @@ class TrainingGraph:
 
     def recompile(self) -> None:
         self.module.recompile()
+
+
+def eliminate_dead_code(graph: fx.Graph) -> bool:
+    """See `TrainingGraph.eliminate_dead_code`."""
+    return graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or is_effectful(n))
 
 
 def empty_like(module: fx.GraphModule) -> fx.GraphModule:

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpasses.graph import TrainingGraph
+from fxpasses.graph import TrainingGraph, eliminate_dead_code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,7 @@ def splice(
         values = [n.meta["val"] for n in nodes]
         values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
         traced = make_fx(call, decomposition_table=graph.decompositions)(*values)
+    eliminate_dead_code(traced.graph)  # parts of a split, say, that `fn` has no use for
     return _inline(graph, before, traced, nodes, name, provenance)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import torch
@@ -10,8 +11,11 @@ import torch
 from fxpasses.effects import is_launch
 from fxpasses.graph import LIMIT_STATE, NORM_STATE, StateSpec
 from fxpasses.passes.clip_norm import ClipNorm
+from fxpasses.testing.check import run_over
 from fxpasses.testing.oracles import Run
+from fxpasses.testing.synthetic import GradientGraph, Leaf
 from fxpasses.testing.values import random_inputs
+from fxpasses.testing.world import run_world
 
 CPU = torch.device("cpu")
 WIDE = {True: torch.complex128, False: torch.float64}
@@ -55,3 +59,17 @@ def clipped_as_promised(run: Run) -> None:
             eps = torch.finfo(new[index].dtype).eps
             found = new[index].to(value.dtype)
             torch.testing.assert_close(found, value * factor, rtol=max(1e-4, 2 * eps), atol=1e-7)
+
+
+def what_is_not_finite() -> None:
+    """An infinite norm, of finite gradients or not, makes all gradients NaN: nobody steps on zeros."""
+    graph = GradientGraph((Leaf((2,)), Leaf((1,))), gradients=(0, 1)).build()
+    options = {"world": 1, "reduce": "mean", "bucket_mb": 1.0, "group": "world", "layout": None}
+    run = run_over(Behind(max_norm=1.0), graph, options)
+    for large in (math.inf, math.nan, 3e38):
+        states = [torch.zeros(n.meta["val"].shape) for n, _ in run.after.inputs("state")]
+        limit = [r.name for _, r in run.after.inputs("state")].index(f"{LIMIT_STATE}/")
+        states[limit].fill_(1.0)
+        inputs = [torch.tensor([large, 1.0]), torch.ones(1), *states]
+        ((first, second, *_),) = run_world(run.after, [inputs])
+        assert bool(first.isnan().all()) and bool(second.isnan().all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.rewrite import Provenance
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.strategies import gradient_graphs
-from fxpasses.testing.synthetic import GradientGraph
+from fxpasses.testing.synthetic import GradientGraph, Leaf
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RULES = {"encode", "launch", "receive", "recode", "relaunch", "wait", "decode", "commit", "finite"}
@@ -29,6 +30,13 @@ def real_graphs() -> st.SearchStrategy[GradientGraph]:
         return all(g.node.meta["val"].dtype.is_floating_point for g in gradients)
 
     return gradient_graphs().filter(is_real)
+
+
+def matrix_graphs() -> st.SearchStrategy[GradientGraph]:
+    """Gradients large enough to become thin matrices, among some that are not."""
+    shapes = st.sampled_from(((8, 6), (6, 9), (5, 2, 4), (3,), (2, 2), ()))
+    leaves = st.lists(shapes, min_size=1, max_size=3).map(lambda s: tuple(map(Leaf, s)))
+    return leaves.map(lambda t: GradientGraph(t, gradients=tuple(range(len(t)))))
 
 
 def compressed_as_promised(run: Run) -> None:
@@ -111,6 +119,39 @@ def _kept(run: Run, scheme: Scheme) -> None:
                 assert abs(arrived + kept - float(local.sum())) <= slack + 1e-25, name
             if kind == "mean_estimate":  # the mean of all estimates, which is the result
                 assert abs(run.world * float(split[0][at].sum()) - arrived) <= slack + 1e-25, name
+
+
+def thin_matrices(run: Run) -> None:
+    """What arrives of a matrix is of the rank, and the mean projected; what is small arrives as it is."""
+    current = run.current
+    assert isinstance(current, Compress)
+    ((_, scheme),) = parse_rules(current.scheme or "")
+    before, after = run.traced_before.results, run.traced_after.results
+    scale = run.world if current.reduce == "sum" else 1
+    states = {role.name.partition("/")[0] for _, _, role in run.after.outputs("state")}
+    shapes = [g.node.meta["val"].shape for g in run.before.gradients()]
+    assert ("subspace" in states) == any(_is_thin(shape, scheme.rank) for shape in shapes)
+    for gradient in run.before.gradients():
+        exact = torch.stack([row[gradient.index].double() for row in before]).mean(0) * scale
+        found = after[0][gradient.index].double()
+        if not _is_thin(tuple(exact.shape), scheme.rank):
+            if current.dtype is None:  # else a bucket of nothing but these may be rounded
+                torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6 * scale)
+            continue
+        matrix = found.reshape(exact.shape[0], -1)
+        assert torch.linalg.matrix_rank(matrix, rtol=1e-4) <= scheme.rank
+        lost = (found - exact).norm() / exact.norm()
+        assert lost < 0.999, f"{lost} of {gradient.parameter} is lost"
+        # P is orthonormal and Q = Mᵀ P, so what arrives is M projected: at a right angle to what is lost.
+        angle = torch.dot(found.flatten(), (exact - found).flatten()) / exact.square().sum()
+        assert abs(angle) < 1e-4, f"{gradient.parameter} is not projected: {angle}"
+
+
+def _is_thin(shape: tuple[int, ...], rank: int) -> bool:
+    if len(shape) < 2:
+        return False
+    columns = math.prod(shape[1:])
+    return 2 * rank * (shape[0] + columns) <= shape[0] * columns
 
 
 def sums_in_order(run: Run) -> None:

@@ -43,7 +43,13 @@ from fxpasses.testing.world import run_world
 from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
 from tests.testing.casts import casts_as_promised, low_graphs
 from tests.testing.clipping import Behind, clipped_as_promised
-from tests.testing.compression import compressed_as_promised, real_graphs, sums_in_order
+from tests.testing.compression import (
+    compressed_as_promised,
+    matrix_graphs,
+    real_graphs,
+    sums_in_order,
+    thin_matrices,
+)
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -775,16 +781,21 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     **{
         f"compress_{words}": (Compress(scheme=words), (compressed_as_promised,))
         for words in (
-            *("int4", "int8", "topk:ratio=0.3", "bf16", "powersgd:rank=1"),
+            *("int4", "int8", "topk:ratio=0.3", "bf16"),
             *("int4:stochastic=true:feedback=ef21", "topk:momentum=0.5"),
         )
     },
+    "compress_powersgd": (
+        Compress(scheme="powersgd:rank=1"),
+        (compressed_as_promised, thin_matrices),
+    ),
     "clip_norm": (Behind(max_norm=1.0), (clipped_as_promised, says_where_from)),
 }
 
 
 # Where graphs that are drawn for any pass would seldom give it something to do, or something it refuses.
 GRAPHS = {"cast": low_graphs()} | {name: real_graphs() for name in OWN if "compress" in name}
+GRAPHS["compress_powersgd"] = matrix_graphs()
 
 
 def holds(name: str, examples: int | None = None, programs: int | None = None) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from fxpasses.testing.check import count_of_examples
-from tests.testing import casts, properties, scaling
+from tests.testing import casts, clipping, properties, scaling
 
 FEW = count_of_examples(30)
 
@@ -45,6 +45,7 @@ def test_several(search):
         properties.splice_tells_arguments_apart,
         properties.model_lines,
         properties.rules_refuse,
+        clipping.what_is_not_finite,
         *casts.SINGLE,
         *scaling.SINGLE,
     ],
