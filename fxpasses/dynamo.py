@@ -238,6 +238,13 @@ def _path(source: Any) -> tuple[str, ...]:
     return path_in(_text(source))
 
 
+def module_of(node: fx.Node) -> str:
+    """Qualified name of the module whose code a node belongs to; empty for the outermost, or if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = path_in(list(stack.values())[-1][0]) if stack else ()
+    return ".".join(path[1:])
+
+
 def path_in(text: str) -> tuple[str, ...]:
     """`L['self']._modules['a']._parameters['weight']` → `("self", "a", "weight")`."""
     text = re.sub(r"\.__closure__\[\d+\]\.cell_contents|\.__self__", "", text)

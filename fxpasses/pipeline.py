@@ -8,6 +8,7 @@ after the last one.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,18 @@ from fxpasses.registry import parse_pipeline
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A pass that ran, and its report."""
+    """A pass that ran.
+
+    Attributes:
+        report: what it did.
+        number: its number in the pipeline, from 1.
+        seconds: that it took.
+    """
 
     made_by: Pass
     report: Report
+    number: int = 1
+    seconds: float = 0.0
 
 
 Observer = Callable[[Done | None, Pass | None, TrainingGraph], None]
@@ -61,10 +70,20 @@ class Pipeline:
             for observe in observers:
                 observe(previous, following, graph)
             if following is not None:
-                done.append(_run(following, graph))
+                done.append(self._run(following, graph))
         if any(d.report.changed for d in done):
             graph.recompile()
         return done
+
+    def _run(self, current: Pass, graph: TrainingGraph) -> Done:
+        started = time.perf_counter()
+        try:
+            report = current.run(graph)
+        except Exception as error:
+            error.add_note(f"{_WHILE}{current.spec!r} ran")
+            raise
+        seconds = time.perf_counter() - started
+        return Done(current, report, self.passes.index(current) + 1, seconds)
 
     def bind(self, **environment: Any) -> Pipeline:
         """The passes with fields that come from the environment filled in."""
@@ -76,12 +95,12 @@ class Pipeline:
         return ",".join(p.spec for p in self.passes)
 
 
-def _run(current: Pass, graph: TrainingGraph) -> Done:
-    try:
-        return Done(current, current.run(graph))
-    except Exception as error:
-        error.add_note(f"while pass {current.spec!r} ran")
-        raise
+_WHILE = "while pass "
+
+
+def made_by_pass(error: BaseException) -> bool:
+    """Whether a pass raised it, rather than the program that it ran over."""
+    return any(note.startswith(_WHILE) for note in getattr(error, "__notes__", ()))
 
 
 def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pipeline:

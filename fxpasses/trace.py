@@ -69,14 +69,8 @@ def trace(
     from fxpasses import backend, inductor
 
     found: dict[GraphName, TracedGraph] = {}
-    regions: dict[int, int] = {}
-
-    def numbered(name: GraphName) -> GraphName:
-        region = regions.setdefault(name.region, len(regions))
-        return dataclasses.replace(name, region=region)
 
     def keep(name: GraphName) -> Observer:
-        name = numbered(name)
         look = watcher(name) if watcher else None
 
         def observe(previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:

@@ -22,6 +22,7 @@ from fxpasses.compression import parse_rules
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import Group, global_rank
 from fxpasses.distributed.plans import Form, Plan, PlannedCollective
+from fxpasses.dump.folder import Dump
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
 from fxpasses.graph import (
@@ -33,7 +34,7 @@ from fxpasses.graph import (
     tangents_reaching,
 )
 from fxpasses.levels import LevelChoice
-from fxpasses.observers import CheckRules, Dump, GraphName, watchers_of
+from fxpasses.observers import CheckRules, GraphName, watchers_of
 from fxpasses.passes.clip_norm import ClipNorm
 from fxpasses.passes.participation import flagged_outputs
 from fxpasses.pipeline import Observer, Pipeline

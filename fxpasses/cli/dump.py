@@ -1,57 +1,288 @@
-"""`fxpasses dump`: what passes make of an exported program."""
+"""`fxpasses dump`: what passes make of a program."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpasses.cli.errors import Command
+from fxpasses.cli.completion import pass_names
+from fxpasses.cli.errors import Command, InputError, hushed, raised_in
+from fxpasses.cli.inputs import Exported, Input, Program, Script, resolve
+from fxpasses.cli.printing import CHANGES, Printer, Wanted, known_passes
 
 if TYPE_CHECKING:
-    from fxpasses.graph import TrainingGraph
-    from fxpasses.passes.base import Pass
-    from fxpasses.pipeline import Done
+    from fxpasses.observers import GraphName, Watcher
+    from fxpasses.pipeline import Observer
+
+_RANKS = 2  # where passes communicate and nobody said how many
 
 
-@click.command(cls=Command)
-@click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("pipeline")
+class _Dump(Command):
+    """Lets `--print-changed` stand without a value in front of another argument."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        bare = "--print-changed"
+        return super().parse_args(ctx, [f"{bare}=full" if a == bare else a for a in args])
+
+
+@click.command(cls=_Dump)
+@click.argument("input", metavar="INPUT")
+@click.argument("pipeline", required=False)
+@click.option(
+    "--passes",
+    shell_complete=pass_names,
+    help="The passes, such as 'cast{dtype=bf16},bucketing{mb=25},compress{scheme=int4}'.",
+)
+@click.option(
+    "-o",
+    "--option",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An option of the backend, such as precision=bf16 or loss_scale=dynamic.",
+)
+@click.option("--world", type=click.IntRange(1), help="Number of ranks; all but one are pretended.")
+@click.option("--ranks", type=click.IntRange(1), help="The same, with the graphs of each rank.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write rank0/g0.backward/03-compress.py (.diff, .json, .dot) to this folder.",
+)
+@click.option(
+    "--print-changed",
+    "changed",
+    type=click.Choice(CHANGES),
+    help="Print the graph after each pass that changed it, or what changed; 'quiet': no line for others.",
+)
+@click.option(
+    "--filter-passes",
+    "only",
+    multiple=True,
+    shell_complete=pass_names,
+    help="Print no other passes than these.",
+)
+@click.option(
+    "--print-before",
+    "before",
+    multiple=True,
+    shell_complete=pass_names,
+    help="Print the graph before these passes.",
+)
+@click.option(
+    "--print-after",
+    "after",
+    multiple=True,
+    shell_complete=pass_names,
+    help="Print the graph after these passes.",
+)
+@click.option("--time-passes", "times", is_flag=True, help="Print the seconds that each pass took.")
+@click.option("--json", "as_json", is_flag=True, help="Print what passes did as JSON instead.")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the program that the passes made, as .pt2.",
+    help="Write the exported program that the passes made, as .pt2.",
 )
-def dump(program: Path, pipeline: str, output: Path | None) -> None:
-    """Run PIPELINE over the exported PROGRAM and print the graph after each pass.
+def dump(
+    input: str,
+    pipeline: str | None,
+    passes: str | None,
+    options: tuple[str, ...],
+    world: int | None,
+    ranks: int | None,
+    out: Path | None,
+    changed: str | None,
+    only: tuple[str, ...],
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+    times: bool,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Run passes over INPUT, and see the graph after each of them.
 
-    PROGRAM is a file that torch.export.save wrote, PIPELINE a string such as "cast{dtype=bf16}". The rules that
-    every graph obeys are checked after each pass. The program stays in the mode that it was exported in.
+    INPUT is module:name (or file.py:name) of a function that returns (module, args) or of a class with
+    `example_inputs`; a .pt2 that torch.export.save wrote, which stays in the mode that it was exported in;
+    or a .py script, which is run as it is. The passes are those that the options ask for, or PIPELINE. With
+    no option that asks for something else whole graphs are printed. The rules that every graph obeys are
+    checked after each pass.
+
+    \b
+    Exit codes: 0  done
+                1  a pass fails or breaks a rule
+                2  the command line, or what it names, is wrong
     """
+    if passes and pipeline:
+        raise InputError(f"got the passes twice: {pipeline!r} and --passes {passes!r}")
+    text = passes if passes is not None else pipeline
+    wanted = Wanted(
+        changed=None if as_json else changed,
+        lines=out is not None and not as_json,
+        before=known_passes(before, "--print-before"),
+        after=known_passes(after, "--print-after"),
+        only=known_passes(only, "--filter-passes"),
+        graphs=not (out or changed or before or after or times or as_json),
+    )
+    printer = Printer(wanted)
+    settings = _settings(text, options)
+    _run(resolve(input), settings, world, ranks, _watcher(printer, out), output, quiet=as_json)
+    if as_json:
+        printer.print_json(times)
+    elif times:
+        printer.print_times()
+
+
+def _settings(passes: str | None, options: tuple[str, ...]) -> dict[str, Any]:
+    """The options of the backend, checked."""
+    from fxpasses.config import Hardening
+    from fxpasses.registry import parse_pipeline
+
+    settings = dict(map(_option, options))
+    if passes is not None:
+        settings["passes"] = passes
+    parse_pipeline(Hardening.from_options(settings).passes or "")
+    return settings
+
+
+def _option(word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise InputError(f"option '--option': got {word!r}; expected KEY=VALUE")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()  # a word without quotes
+
+
+def _watcher(printer: Printer, out: Path | None) -> Watcher:
+    def watch(name: GraphName) -> Observer:
+        from fxpasses.dump.folder import Dump
+
+        write = Dump(out / str(name)) if out is not None else None
+        show = printer.watch(name)
+
+        def observe(*event: Any) -> None:
+            if write is not None:
+                write(*event)
+            show(*event)
+
+        return observe
+
+    return watch
+
+
+def _run(
+    found: Input,
+    settings: dict[str, Any],
+    world: int | None,
+    ranks: int | None,
+    watcher: Watcher,
+    output: Path | None,
+    quiet: bool,
+) -> None:
+    if output is not None and not isinstance(found, Exported):
+        raise InputError(f"option '--output': {found.name} is no exported program")
+    if isinstance(found, Script):
+        _run_script(found, bool(settings or world or ranks), watcher)
+        return
+    world, each = _world(settings, world, ranks, isinstance(found, Exported))
+    for rank in each:
+        if isinstance(found, Program):
+            _trace(found, settings, world, rank, watcher)
+        else:
+            _transform(found, settings, world, rank, watcher, output, quiet)
+
+
+def _world(
+    settings: dict[str, Any], world: int | None, ranks: int | None, exported: bool
+) -> tuple[int, range]:
+    """The number of ranks, and those to look at."""
+    if world is not None and ranks is not None and world != ranks:
+        raise InputError(
+            f"got --world {world} and --ranks {ranks}; either says how many ranks there are"
+        )
+    if (given := world or ranks) is not None:
+        return given, range(ranks or 1)
+    from fxpasses.registry import parse_pipeline
+
+    passes = settings.get("passes")
+    silent = exported if passes is None else not any(p.communicates for p in parse_pipeline(passes))
+    return (1 if silent else _RANKS), range(1)
+
+
+def _trace(
+    program: Program, settings: dict[str, Any], world: int, rank: int, watcher: Watcher
+) -> None:
+    from fxpasses.pipeline import made_by_pass
+    from fxpasses.spec import SpecError
+    from fxpasses.trace import trace
+
+    try:
+        with hushed():
+            trace(program.function, program.args, settings, world=world, rank=rank, watcher=watcher)
+    except (ValueError, SpecError):
+        raise
+    except Exception as error:
+        if made_by_pass(error):
+            raise
+        _run_eagerly(program)
+        raise raised_in(error, program.name) from error
+
+
+def _run_eagerly(program: Program) -> None:
+    """Raise what the program raises by itself: that names its own lines."""
+    try:
+        program.function(*program.args)
+    except Exception as error:
+        raise raised_in(error, program.name) from error
+
+
+def _run_script(script: Script, has_settings: bool, watcher: Watcher) -> None:
+    if has_settings:
+        raise InputError(
+            f"{script.name}: a script says itself which options and ranks it has; leave --passes, --option, "
+            "--world and --ranks out"
+        )
+    from fxpasses.observers import watching
+
+    with watching(watcher):
+        script.run()
+
+
+def _transform(
+    exported: Exported,
+    settings: dict[str, Any],
+    world: int,
+    rank: int,
+    watcher: Watcher,
+    output: Path | None,
+    quiet: bool,
+) -> None:
     import torch
 
+    from fxpasses import exported as programs
     from fxpasses.config import Hardening
-    from fxpasses.exported import exported, output_kinds, specialisation, updated
-    from fxpasses.observers import CheckRules, text
+    from fxpasses.distributed.fake import fake_world
+    from fxpasses.distributed.group import resolve as resolve_group
+    from fxpasses.observers import CheckRules, GraphName
     from fxpasses.passes.base import STAGES
     from fxpasses.pipeline import build
 
-    passes = build(Hardening(passes=pipeline), None, world=1, rank=0)
-    loaded = torch.export.load(program)
-    if loaded.dialect == "TRAINING":  # not functional: norms write their buffers in place
-        loaded = loaded.run_decompositions()
-    graph = exported(loaded)
-    click.echo(f"specialised: {specialisation(loaded)}")
-    click.echo(text(None, graph))
-
-    def show(previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
-        if previous is not None:
-            click.echo(text(previous, graph))
-
-    for stage in STAGES:
-        passes.run(stage, graph, [CheckRules(), show])
-    for kind, target in output_kinds(loaded):
-        click.echo(f"output spec: {kind} {target or ''}".rstrip())
+    program = exported.program
+    if program.dialect == "TRAINING":  # not functional: norms write their buffers in place
+        program = program.run_decompositions()
+    graph = programs.exported(program)
+    with fake_world(world, rank):
+        passes = build(Hardening.from_options(settings), resolve_group(None).name, world, rank)
+        if not quiet:
+            click.echo(f"specialised: {programs.specialisation(program)}")
+        look = watcher(GraphName(rank, 0, "exported"))
+        for stage in STAGES:
+            passes.run(stage, graph, [CheckRules(), look])
+    if not quiet:
+        for kind, target in programs.output_kinds(program):
+            click.echo(f"output spec: {kind} {target or ''}".rstrip())
     if output is not None:
-        torch.export.save(updated(loaded, graph), output)
+        torch.export.save(programs.updated(program, graph), output)

@@ -9,8 +9,11 @@ Anything else that is raised is a mistake of ours, and shows its traceback.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,19 @@ class Command(click.Command):
             if ctx.meta.get("traceback"):
                 raise
             raise Wrong(one_line(error)) from error
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """Keep what libraries log of an error to themselves, which is raised anyway; not with `--traceback`."""
+    context = click.get_current_context(silent=True)
+    before = logging.root.manager.disable
+    if context is None or not context.meta.get("traceback"):
+        logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 class Wrong(click.ClickException):
