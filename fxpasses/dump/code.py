@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import site
 import sysconfig
 from pathlib import Path
@@ -123,21 +124,22 @@ def origin_of(provenance: Provenance) -> str:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def short_line(line: str) -> str:
     """`file:line` without what is different on another machine."""
+    return _short_line(line, os.getcwd())
+
+
+@functools.lru_cache(maxsize=4096)
+def _short_line(line: str, current: str) -> str:
     path, _, number = line.rpartition(":")
-    for root in _roots():
+    for root in (*_libraries(), f"{current}/"):
         if path.startswith(root):
             return f"{path[len(root) :]}:{number}"
     return line
 
 
 @functools.cache
-def _roots() -> tuple[str, ...]:
-    libraries = (*site.getsitepackages(), sysconfig.get_path("purelib"), str(_torch_root()))
-    return tuple(f"{root}/" for root in (*libraries, sysconfig.get_path("stdlib"), Path.cwd()))
-
-
-def _torch_root() -> Path:
-    return Path(torch.__file__).parent.parent
+def _libraries() -> tuple[str, ...]:
+    where_torch_is = Path(torch.__file__).parent.parent
+    roots = (*site.getsitepackages(), where_torch_is, sysconfig.get_path("stdlib"))
+    return tuple(f"{root}/" for root in roots)
