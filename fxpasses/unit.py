@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from fxpasses.config import Hardening
 from fxpasses.distributed.group import Group, global_rank
 from fxpasses.distributed.plans import Form, Plan, PlannedCollective
 from fxpasses.dump.folder import Dump
+from fxpasses.dump.torch_trace import TorchTrace, is_traced
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
 from fxpasses.graph import (
@@ -281,12 +283,12 @@ class Unit:
             pipeline.run(stage, graph, [CheckRules(), *onlookers], local)
 
     def _onlookers(self, name: str) -> list[Observer]:
-        """What looks on while passes run over the graph of this name: the dump, if asked for, and watchers."""
+        """What looks on while passes run over a graph: the dump and torch's trace, if asked for, and watchers."""
         full = GraphName(global_rank(), self.id, name)
-        watchers = watchers_of(full)
-        if self.hardening.dump is None:
-            return watchers
-        return [Dump(Path(self.hardening.dump) / str(full)), *watchers]
+        folder = self.hardening.dump or os.environ.get("FXPASSES_DUMP")
+        dump = [Dump(Path(folder) / str(full))] if folder else []
+        trace = [TorchTrace(str(full))] if is_traced() else []
+        return [*dump, *trace, *watchers_of(full)]
 
     @property
     def trains(self) -> bool:
