@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from fxpasses import spec
 from fxpasses.graph import TrainingGraph
@@ -30,21 +30,21 @@ class GraphName:
         return f"rank{self.rank}/g{self.region}.{self.graph}"
 
 
-Watcher = Callable[[GraphName], Observer]
+Watcher = Callable[[GraphName], Sequence[Observer]]
 # Of the process, not of a thread: backwards may be compiled in threads of autograd.
 _watchers: list[Watcher] = []
 
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Let an observer look on wherever the backend runs passes meanwhile.
+    """Let observers look on wherever the backend runs passes meanwhile.
 
     Args:
-        watcher: makes the observer of a graph; to it regions count from 0.
+        watcher: makes the observers of a graph; to it regions count from 0.
     """
     regions: dict[int, int] = {}
 
-    def watch(name: GraphName) -> Observer:
+    def watch(name: GraphName) -> Sequence[Observer]:
         region = regions.setdefault(name.region, len(regions))
         return watcher(dataclasses.replace(name, region=region))
 
@@ -57,7 +57,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 def watchers_of(name: GraphName) -> list[Observer]:
     """The observers that want to see this graph."""
-    return [watcher(name) for watcher in _watchers]
+    return [observer for watcher in _watchers for observer in watcher(name)]
 
 
 class CheckRules:

@@ -2,16 +2,18 @@
 
 `Pipeline.run` holds no code of any one pass. Whatever wants to look on (rules, dump, timing) is an
 observer: a callable `(previous, next, graph)` that is called before the first pass, between passes and
-after the last one.
+after the last one. If it has a method `failed`, that is called with what a pass or another observer raised.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fxpasses import bisection
 from fxpasses.compression import adapts
 from fxpasses.config import ANY, Hardening
 from fxpasses.graph import TrainingGraph
@@ -32,7 +34,23 @@ class Done:
     made_by: Pass
     report: Report
     number: int = 1
-    seconds: float = 0.0
+    seconds: float = dataclasses.field(default=0.0, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A call of `Pipeline.run`: whose, and with which arguments."""
+
+    pipeline: Pipeline
+    stage: str
+    local: bool | None
+
+
+@typing.runtime_checkable
+class FailureObserver(typing.Protocol):
+    """An observer that wants to know of what was raised."""
+
+    def failed(self, error: Exception, run: Run) -> None: ...
 
 
 Observer = Callable[[Done | None, Pass | None, TrainingGraph], None]
@@ -63,22 +81,39 @@ class Pipeline:
             local: only those that run in every backward (True), or only the others (False).
         """
         passes = tuple(p for p in self.stage(stage) if local is None or p.local == local)
+        passes = bisection.chosen(passes)
         done: list[Done] = []
-        for position in range(len(passes) + 1):
-            previous = done[-1] if done else None
-            following = passes[position] if position < len(passes) else None
+        try:
+            self._run_each(passes, graph, observers, done)
+        except Exception as error:
             for observe in observers:
-                observe(previous, following, graph)
-            if following is not None:
-                done.append(self._run(following, graph))
+                if isinstance(observe, FailureObserver):
+                    observe.failed(error, Run(self, stage, local))
+            raise
         if any(d.report.changed for d in done):
             graph.recompile()
         return done
 
+    def _run_each(
+        self,
+        passes: Sequence[Pass],
+        graph: TrainingGraph,
+        observers: Sequence[Observer],
+        done: list[Done],
+    ) -> None:
+        for position in range(len(passes) + 1):
+            previous = done[-1] if done else None
+            following = passes[position] if position < len(passes) else None
+            with bisection.noting_untestable(previous.made_by if previous else None):
+                for observe in observers:
+                    observe(previous, following, graph)
+            if following is not None:
+                done.append(self._run(following, graph))
+
     def _run(self, current: Pass, graph: TrainingGraph) -> Done:
         started = time.perf_counter()
         try:
-            report = current.run(graph)
+            report = bisection.run(current, graph)
         except Exception as error:
             error.add_note(f"{_WHILE}{current.spec!r} ran")
             raise

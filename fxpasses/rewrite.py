@@ -45,6 +45,20 @@ def model_line(node: fx.Node) -> str:
     return f"{path.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')}"
 
 
+Listener = Callable[[Provenance], None]
+_listeners: list[Listener] = []
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call this in front of each `splice` meanwhile."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
 def splice(
     graph: TrainingGraph,
     before: fx.Node,
@@ -69,6 +83,8 @@ def splice(
     Raises:
         ValueError: when `fn` uses a tensor that is not an argument.
     """
+    for listener in _listeners:
+        listener(provenance)
     leaves, structure = pytree.tree_flatten(args)
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 

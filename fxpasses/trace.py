@@ -5,6 +5,7 @@ program, example inputs ─▶ Dynamo ─▶ Unit, passes included ─▶ region
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import types
@@ -70,9 +71,7 @@ def trace(
 
     found: dict[GraphName, TracedGraph] = {}
 
-    def keep(name: GraphName) -> Observer:
-        look = watcher(name) if watcher else None
-
+    def keep(name: GraphName) -> list[Observer]:
         def observe(previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
             if name not in found:
                 found[name] = TracedGraph(name, _copy(graph), graph)
@@ -80,10 +79,8 @@ def trace(
                 found[name].done.append(previous)
             if following is None:
                 found[name].after = _copy(graph)
-            if look is not None:
-                look(previous, following, graph)
 
-        return observe
+        return [observe]
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm, unit = backend.make_unit(gm, example_inputs, options, inductor.decompositions())
@@ -93,6 +90,7 @@ def trace(
         fake_world(world, rank),
         backend_errors_bare(),
         watching(keep),
+        watching(watcher) if watcher else contextlib.nullcontext(),
         torch._dynamo.config.patch(trace_autograd_ops=True),
     ):
         torch.compile(_fresh(program), backend=compile_graph)(*args)

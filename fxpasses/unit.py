@@ -24,6 +24,7 @@ from fxpasses.config import Hardening
 from fxpasses.distributed.group import Group, global_rank
 from fxpasses.distributed.plans import Form, Plan, PlannedCollective
 from fxpasses.dump.folder import Dump
+from fxpasses.dump.repro import Repro
 from fxpasses.dump.torch_trace import TorchTrace, is_traced
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
@@ -283,12 +284,16 @@ class Unit:
             pipeline.run(stage, graph, [CheckRules(), *onlookers], local)
 
     def _onlookers(self, name: str) -> list[Observer]:
-        """What looks on while passes run over a graph: the dump and torch's trace, if asked for, and watchers."""
+        """What looks on while passes run over a graph: dump and torch's trace, if asked for, and watchers."""
         full = GraphName(global_rank(), self.id, name)
         folder = self.hardening.dump or os.environ.get("FXPASSES_DUMP")
-        dump = [Dump(Path(folder) / str(full))] if folder else []
-        trace = [TorchTrace(str(full))] if is_traced() else []
-        return [*dump, *trace, *watchers_of(full)]
+        found: list[Observer] = []
+        if folder:
+            own = Path(folder) / str(full)
+            found += [Dump(own), Repro(own / "repro.py", str(full))]
+        if is_traced():
+            found.append(TorchTrace(str(full)))
+        return [*found, *watchers_of(full)]
 
     @property
     def trains(self) -> bool:

@@ -26,7 +26,7 @@ def test_watchers_see_regions_from_zero():
     seen: list[str] = []
 
     def watcher(name):
-        return lambda *event: seen.append(str(name))
+        return [lambda *event: seen.append(str(name))]
 
     for _ in range(2):
         with watching(watcher):

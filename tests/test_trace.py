@@ -97,9 +97,11 @@ def test_a_watcher_looks_on():
     seen: list[str] = []
 
     def watcher(name):
-        return lambda previous, following, graph: seen.append(
-            f"{name}: {previous.made_by.name if previous else '-'}"
-        )
+        return [
+            lambda previous, following, graph: seen.append(
+                f"{name}: {previous.made_by.name if previous else '-'}"
+            )
+        ]
 
     trace(mlp(3, 1), (X,), {"passes": "bucketing{mb=1}"}, watcher=watcher)
     assert seen == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from fxpasses import __version__
+from fxpasses.cli.bisect import bisect
 from fxpasses.cli.completion import completion
 from fxpasses.cli.dump import dump
 from fxpasses.cli.passes import passes
@@ -18,4 +19,5 @@ def main() -> None:
 
 main.add_command(dump)
 main.add_command(passes)
+main.add_command(bisect)
 main.add_command(completion)

@@ -116,6 +116,7 @@ def dump(
     """
     if passes and pipeline:
         raise InputError(f"got the passes twice: {pipeline!r} and --passes {passes!r}")
+    found = resolve(input)  # first: it may register passes
     text = passes if passes is not None else pipeline
     wanted = Wanted(
         changed=None if as_json else changed,
@@ -126,15 +127,15 @@ def dump(
         graphs=not (out or changed or before or after or times or as_json),
     )
     printer = Printer(wanted)
-    settings = _settings(text, options)
-    _run(resolve(input), settings, world, ranks, _watcher(printer, out), output, quiet=as_json)
+    settings = settings_of(text, options)
+    _run(found, settings, world, ranks, _watcher(printer, out), output, quiet=as_json)
     if as_json:
         printer.print_json(times)
     elif times:
         printer.print_times()
 
 
-def _settings(passes: str | None, options: tuple[str, ...]) -> dict[str, Any]:
+def settings_of(passes: str | None, options: tuple[str, ...]) -> dict[str, Any]:
     """The options of the backend, checked."""
     from fxpasses.config import Hardening
     from fxpasses.registry import parse_pipeline
@@ -157,18 +158,14 @@ def _option(word: str) -> tuple[str, Any]:
 
 
 def _watcher(printer: Printer, out: Path | None) -> Watcher:
-    def watch(name: GraphName) -> Observer:
+    def watch(name: GraphName) -> list[Observer]:
         from fxpasses.dump.folder import Dump
+        from fxpasses.dump.repro import Repro
 
-        write = Dump(out / str(name)) if out is not None else None
-        show = printer.watch(name)
-
-        def observe(*event: Any) -> None:
-            if write is not None:
-                write(*event)
-            show(*event)
-
-        return observe
+        if out is None:
+            return [printer.watch(name), Repro(Path("fxpasses-repro.py"), str(name))]
+        folder = out / str(name)
+        return [Dump(folder), Repro(folder / "repro.py", str(name)), printer.watch(name)]
 
     return watch
 
@@ -280,7 +277,7 @@ def _transform(
             click.echo(f"specialised: {programs.specialisation(program)}")
         look = watcher(GraphName(rank, 0, "exported"))
         for stage in STAGES:
-            passes.run(stage, graph, [CheckRules(), look])
+            passes.run(stage, graph, [CheckRules(), *look])
     if not quiet:
         for kind, target in programs.output_kinds(program):
             click.echo(f"output spec: {kind} {target or ''}".rstrip())

@@ -50,7 +50,7 @@ def diffs(options: str) -> dict[str, str]:
                 found[previous.made_by.name] = "\n".join([heading(previous), *diff, ""])
             before[0] = now
 
-        return observe
+        return [observe]
 
     trace(
         TwoHeads(), (torch.ones(3, 4),), json.loads(options), world=WORLD, rank=1, watcher=watcher
