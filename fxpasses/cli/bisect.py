@@ -95,7 +95,7 @@ def _search(runs: Runs) -> None:
     names = everything.passes
     bad = first_bad(len(names), lambda n: runs.run(passes=names[:n]).succeeded)[1]
     name = names[bad - 1]
-    whole = runs.run(passes=names[:bad])
+    whole = everything if bad == len(names) else runs.run(passes=names[:bad])
     click.echo(f"first pass: {name} ({bad} of {len(names)}: {', '.join(names)})")
     rewrites = whole.rewrites(name)
     good, end = first_bad(
@@ -112,9 +112,8 @@ def _print_rewrite(rewrites: list[dict[str, Any]], good: int, bad: int) -> None:
         click.echo("it wrote nothing by a rewrite that could be left out")
         return
     if bad - good > 1:
-        click.echo(
-            f"first rewrite: one of {good + 1} to {bad} of {len(rewrites)}; the pass can't be stopped in between"
-        )
+        span = f"{good + 1} to {bad} of {len(rewrites)}"
+        click.echo(f"first rewrite: one of {span}; the pass can't be stopped in between")
     for number in range(good + 1, bad + 1):
         row = rewrites[number - 1]
         origin = Provenance(**{**row, "parameters": tuple(row["parameters"])})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpasses.cli.completion import pass_names
-from fxpasses.cli.errors import Command, InputError, hushed, raised_in
+from fxpasses.cli.errors import NO, Command, InputError, hushed, raised_in
 from fxpasses.cli.inputs import Exported, Input, Program, Script, resolve
 from fxpasses.cli.printing import CHANGES, Printer, Wanted, known_passes
 
@@ -29,8 +29,7 @@ class _Dump(Command):
 
 
 @click.command(cls=_Dump)
-@click.argument("input", metavar="INPUT")
-@click.argument("pipeline", required=False)
+@click.argument("words", nargs=-1, required=True, metavar="INPUT [PIPELINE]")
 @click.option(
     "--passes",
     shell_complete=pass_names,
@@ -81,13 +80,18 @@ class _Dump(Command):
 @click.option("--time-passes", "times", is_flag=True, help="Print the seconds that each pass took.")
 @click.option("--json", "as_json", is_flag=True, help="Print what passes did as JSON instead.")
 @click.option(
+    "--compare-ranks",
+    "compare",
+    is_flag=True,
+    help="Compare what ranks have dumped instead: the arguments are dump/rank0 dump/rank1 …, or dump.",
+)
+@click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the exported program that the passes made, as .pt2.",
 )
 def dump(
-    input: str,
-    pipeline: str | None,
+    words: tuple[str, ...],
     passes: str | None,
     options: tuple[str, ...],
     world: int | None,
@@ -100,6 +104,7 @@ def dump(
     times: bool,
     as_json: bool,
     output: Path | None,
+    compare: bool,
 ) -> None:
     """Run passes over INPUT, and see the graph after each of them.
 
@@ -111,9 +116,17 @@ def dump(
 
     \b
     Exit codes: 0  done
-                1  a pass fails or breaks a rule
+                1  a pass fails or breaks a rule; ranks differ
                 2  the command line, or what it names, is wrong
     """
+    if compare:
+        _compare([Path(word) for word in words])
+        return
+    if len(words) > 2:
+        raise InputError(
+            f"got {len(words)} arguments: {' '.join(words)}; expected INPUT [PIPELINE]"
+        )
+    input, pipeline = words[0], words[1] if len(words) == 2 else None
     if passes and pipeline:
         raise InputError(f"got the passes twice: {pipeline!r} and --passes {passes!r}")
     found = resolve(input)  # first: it may register passes
@@ -133,6 +146,18 @@ def dump(
         printer.print_json(times)
     elif times:
         printer.print_times()
+
+
+def _compare(folders: list[Path]) -> None:
+    """Print the first difference between the dumps of ranks, and exit with 1, if there is one."""
+    from fxpasses.dump.ranks import first_difference, ranks_in
+
+    if len(folders) == 1:
+        folders = ranks_in(folders[0])
+    if difference := first_difference(folders):
+        click.echo(str(difference))
+        raise SystemExit(NO)
+    click.echo(f"{len(folders)} ranks do the same")
 
 
 def settings_of(passes: str | None, options: tuple[str, ...]) -> dict[str, Any]:
