@@ -14,6 +14,7 @@ from fxpasses.cli.inputs import Exported, Input, Program, Script, resolve
 from fxpasses.cli.printing import CHANGES, Printer, Wanted, known_passes
 
 if TYPE_CHECKING:
+    from fxpasses.dump.page import Page
     from fxpasses.observers import GraphName, Watcher
     from fxpasses.pipeline import Observer
 
@@ -49,6 +50,12 @@ class _Dump(Command):
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     help="Write rank0/g0.backward/03-compress.py (.diff, .json, .dot) to this folder.",
+)
+@click.option(
+    "--html",
+    "html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write all graphs, passes and differences to this file, for a browser; it needs nothing else.",
 )
 @click.option(
     "--print-changed",
@@ -97,6 +104,7 @@ def dump(
     world: int | None,
     ranks: int | None,
     out: Path | None,
+    html: Path | None,
     changed: str | None,
     only: tuple[str, ...],
     before: tuple[str, ...],
@@ -133,15 +141,17 @@ def dump(
     text = passes if passes is not None else pipeline
     wanted = Wanted(
         changed=None if as_json else changed,
-        lines=out is not None and not as_json,
+        lines=(out is not None or html is not None) and not as_json,
         before=known_passes(before, "--print-before"),
         after=known_passes(after, "--print-after"),
         only=known_passes(only, "--filter-passes"),
-        graphs=not (out or changed or before or after or times or as_json),
+        graphs=not (out or html or changed or before or after or times or as_json),
     )
-    printer = Printer(wanted)
+    printer, page = Printer(wanted), _page() if html is not None else None
     settings = settings_of(text, options)
-    _run(found, settings, world, ranks, _watcher(printer, out), output, quiet=as_json)
+    _run(found, settings, world, ranks, _watcher(printer, out, page), output, quiet=as_json)
+    if html is not None and page is not None:
+        html.write_text(page.html())
     if as_json:
         printer.print_json(times)
     elif times:
@@ -158,6 +168,12 @@ def _compare(folders: list[Path]) -> None:
         click.echo(str(difference))
         raise SystemExit(NO)
     click.echo(f"{len(folders)} ranks do the same")
+
+
+def _page() -> Page:
+    from fxpasses.dump.page import Page
+
+    return Page()
 
 
 def settings_of(passes: str | None, options: tuple[str, ...]) -> dict[str, Any]:
@@ -182,15 +198,18 @@ def _option(word: str) -> tuple[str, Any]:
         return key.strip(), value.strip()  # a word without quotes
 
 
-def _watcher(printer: Printer, out: Path | None) -> Watcher:
+def _watcher(printer: Printer, out: Path | None, page: Page | None) -> Watcher:
     def watch(name: GraphName) -> list[Observer]:
         from fxpasses.dump.folder import Dump
         from fxpasses.dump.repro import Repro
 
+        found: list[Observer] = [printer.watch(name)]
+        if page is not None:
+            found.append(page.watch(name))
         if out is None:
-            return [printer.watch(name), Repro(Path("fxpasses-repro.py"), str(name))]
+            return [*found, Repro(Path("fxpasses-repro.py"), str(name))]
         folder = out / str(name)
-        return [Dump(folder), Repro(folder / "repro.py", str(name)), printer.watch(name)]
+        return [*found, Dump(folder), Repro(folder / "repro.py", str(name))]
 
     return watch
 
