@@ -15,8 +15,10 @@ from fxpasses.cli.printing import CHANGES, Printer, Wanted, known_passes
 
 if TYPE_CHECKING:
     from fxpasses.dump.page import Page
+    from fxpasses.graph import TrainingGraph
     from fxpasses.observers import GraphName, Watcher
-    from fxpasses.pipeline import Observer
+    from fxpasses.passes.base import Pass
+    from fxpasses.pipeline import Done, Observer
 
 _RANKS = 2  # where passes communicate and nobody said how many
 
@@ -56,6 +58,18 @@ class _Dump(Command):
     "html",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write all graphs, passes and differences to this file, for a browser; it needs nothing else.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Draw each graph behind its last pass, collapsed by module, into this folder. Needs Graphviz.",
+)
+@click.option(
+    "--svg-nodes",
+    type=click.IntRange(1),
+    default=150,
+    show_default=True,
+    help="Boxes that a drawing may have.",
 )
 @click.option(
     "--print-changed",
@@ -105,6 +119,8 @@ def dump(
     ranks: int | None,
     out: Path | None,
     html: Path | None,
+    svg: Path | None,
+    svg_nodes: int,
     changed: str | None,
     only: tuple[str, ...],
     before: tuple[str, ...],
@@ -141,15 +157,17 @@ def dump(
     text = passes if passes is not None else pipeline
     wanted = Wanted(
         changed=None if as_json else changed,
-        lines=(out is not None or html is not None) and not as_json,
+        lines=(out or html or svg) is not None and not as_json,
         before=known_passes(before, "--print-before"),
         after=known_passes(after, "--print-after"),
         only=known_passes(only, "--filter-passes"),
-        graphs=not (out or html or changed or before or after or times or as_json),
+        graphs=not (out or html or svg or changed or before or after or times or as_json),
     )
     printer, page = Printer(wanted), _page() if html is not None else None
+    drawing = None if svg is None else _drawing(svg, svg_nodes)
+    watcher = _watcher(printer, out, page, drawing)
     settings = settings_of(text, options)
-    _run(found, settings, world, ranks, _watcher(printer, out, page), output, quiet=as_json)
+    _run(found, settings, world, ranks, watcher, output, quiet=as_json)
     if html is not None and page is not None:
         html.write_text(page.html())
     if as_json:
@@ -198,7 +216,9 @@ def _option(word: str) -> tuple[str, Any]:
         return key.strip(), value.strip()  # a word without quotes
 
 
-def _watcher(printer: Printer, out: Path | None, page: Page | None) -> Watcher:
+def _watcher(
+    printer: Printer, out: Path | None, page: Page | None, drawing: tuple[Path, int] | None
+) -> Watcher:
     def watch(name: GraphName) -> list[Observer]:
         from fxpasses.dump.folder import Dump
         from fxpasses.dump.repro import Repro
@@ -206,12 +226,34 @@ def _watcher(printer: Printer, out: Path | None, page: Page | None) -> Watcher:
         found: list[Observer] = [printer.watch(name)]
         if page is not None:
             found.append(page.watch(name))
+        if drawing is not None:
+            found.append(_draws(drawing[0] / f"{name}.svg", drawing[1]))
         if out is None:
             return [*found, Repro(Path("fxpasses-repro.py"), str(name))]
         folder = out / str(name)
         return [*found, Dump(folder), Repro(folder / "repro.py", str(name))]
 
     return watch
+
+
+def _drawing(folder: Path, limit: int) -> tuple[Path, int]:
+    from fxpasses.dump.modules import graphviz
+
+    graphviz()  # before anything runs
+    return folder, limit
+
+
+def _draws(path: Path, limit: int) -> Observer:
+    """An observer that draws a graph once its last pass has run."""
+
+    def observe(previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
+        from fxpasses.dump.modules import svg
+
+        if following is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(svg(graph, limit))
+
+    return observe
 
 
 def _run(

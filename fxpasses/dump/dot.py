@@ -12,8 +12,8 @@ from fxpasses.effects import is_launch, is_wait
 from fxpasses.graph import TrainingGraph
 from fxpasses.precision import is_cast
 
-_COLOURS = {"collective": "#f4b183", "cast": "#ffe699", "codec": "#c5b0e6", "pass": "#a9d18e"}
-_PLAIN = "#dae3f3"
+COLOURS = {"collective": "#f4b183", "cast": "#ffe699", "codec": "#c5b0e6", "pass": "#a9d18e"}
+PLAIN = "#dae3f3"
 
 
 def kind_of(node: fx.Node) -> str:
@@ -71,6 +71,6 @@ def _attributes(node: fx.Node) -> str:
         label = "output"
     else:
         label = f"{node.name}\\n{callee(node.target) if callable(node.target) else node.target}"
-    colour = _COLOURS.get(kind, _PLAIN)
+    colour = COLOURS.get(kind, PLAIN)
     text = json.dumps(label).replace("\\\\n", "\\n")
     return f'label={text}, tooltip={json.dumps(comment_of(node))}, fillcolor="{colour}"'
