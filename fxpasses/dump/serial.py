@@ -25,7 +25,7 @@ from fxpasses.rewrite import Provenance, model_line
 FORMAT = 1
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 # What passes read of a node besides its value; JSON values already.
-_PLAIN_META = ("custom", "effect", "reduces", "contribution")
+_PLAIN_META = ("custom", "effect", "encoding", "reduces", "contribution")
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 _CONSTANT_LIMIT = 4096  # elements: a larger tensor that a graph holds is written without its values
 

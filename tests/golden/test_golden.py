@@ -21,7 +21,10 @@ WORLD = 4
 BLESSED_WITH = "2.13"  # other versions decompose and name differently
 EVERYTHING = '{"precision": "bf16", "loss_scale": "dynamic", "clip_norm": 1.0}'
 # Passes that this does not ask for, and what does.
-OPTIONS = {"compress": '{"compression": "int4"}'}
+OPTIONS = {
+    "compress": '{"compression": "int4"}',
+    "measure_norms": '{"compression": "adaptive"}',
+}
 
 
 def own_passes() -> list[str]:
