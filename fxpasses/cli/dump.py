@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from fxpasses.cli.inputs import Exported, Input, Program, Script, resolve
 from fxpasses.cli.printing import CHANGES, Printer, Wanted, known_passes
 
 if TYPE_CHECKING:
+    from fxpasses.dump.errors import Errors
     from fxpasses.dump.page import Page
     from fxpasses.graph import TrainingGraph
     from fxpasses.observers import GraphName, Watcher
@@ -99,6 +101,12 @@ class _Dump(Command):
     help="Print the graph after these passes.",
 )
 @click.option("--time-passes", "times", is_flag=True, help="Print the seconds that each pass took.")
+@click.option(
+    "--errors",
+    "with_errors",
+    is_flag=True,
+    help="Run the graphs of all ranks on random inputs: how much does each pass change results?",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what passes did as JSON instead.")
 @click.option(
     "--compare-ranks",
@@ -126,6 +134,7 @@ def dump(
     before: tuple[str, ...],
     after: tuple[str, ...],
     times: bool,
+    with_errors: bool,
     as_json: bool,
     output: Path | None,
     compare: bool,
@@ -153,6 +162,8 @@ def dump(
     input, pipeline = words[0], words[1] if len(words) == 2 else None
     if passes and pipeline:
         raise InputError(f"got the passes twice: {pipeline!r} and --passes {passes!r}")
+    if world is not None and ranks is not None and world != ranks:
+        raise InputError(f"got --world {world} and --ranks {ranks}; either says how many there are")
     found = resolve(input)  # first: it may register passes
     text = passes if passes is not None else pipeline
     wanted = Wanted(
@@ -161,19 +172,39 @@ def dump(
         before=known_passes(before, "--print-before"),
         after=known_passes(after, "--print-after"),
         only=known_passes(only, "--filter-passes"),
-        graphs=not (out or html or svg or changed or before or after or times or as_json),
+        graphs=not (
+            out or html or svg or changed or before or after or times or with_errors or as_json
+        ),
     )
-    printer, page = Printer(wanted), _page() if html is not None else None
-    drawing = None if svg is None else _drawing(svg, svg_nodes)
-    watcher = _watcher(printer, out, page, drawing)
+    printer = Printer(wanted)
+    page = _page() if html is not None else None
+    errors = _errors() if with_errors else None
+    watches: list[Callable[[GraphName], Observer]] = [printer.watch]
+    watches += [watching.watch for watching in (page, errors) if watching is not None]
+    watches += [_written(out)] if out is not None else []
+    watches += [_drawn(svg, svg_nodes)] if svg is not None else []
+    watches.append(_reproduced(out))
     settings = settings_of(text, options)
-    _run(found, settings, world, ranks, watcher, output, quiet=as_json)
+
+    def watcher(name: GraphName) -> list[Observer]:
+        return [watch(name) for watch in watches]
+
+    every = ranks is not None or with_errors
+    _run(found, settings, ranks or world, every, watcher, output, quiet=as_json)
+    if errors is not None:
+        changes = errors.measured()
+        printer.add_errors(changes)
+        if page is not None:
+            page.add_errors(changes)
     if html is not None and page is not None:
         html.write_text(page.html())
     if as_json:
         printer.print_json(times)
-    elif times:
+        return
+    if times:
         printer.print_times()
+    if with_errors:
+        printer.print_errors()
 
 
 def _compare(folders: list[Path]) -> None:
@@ -192,6 +223,12 @@ def _page() -> Page:
     from fxpasses.dump.page import Page
 
     return Page()
+
+
+def _errors() -> Errors:
+    from fxpasses.dump.errors import Errors
+
+    return Errors()
 
 
 def settings_of(passes: str | None, options: tuple[str, ...]) -> dict[str, Any]:
@@ -216,51 +253,53 @@ def _option(word: str) -> tuple[str, Any]:
         return key.strip(), value.strip()  # a word without quotes
 
 
-def _watcher(
-    printer: Printer, out: Path | None, page: Page | None, drawing: tuple[Path, int] | None
-) -> Watcher:
-    def watch(name: GraphName) -> list[Observer]:
-        from fxpasses.dump.folder import Dump
-        from fxpasses.dump.repro import Repro
+def _written(out: Path) -> Callable[[GraphName], Observer]:
+    """Makes observers that write a graph's files."""
 
-        found: list[Observer] = [printer.watch(name)]
-        if page is not None:
-            found.append(page.watch(name))
-        if drawing is not None:
-            found.append(_draws(drawing[0] / f"{name}.svg", drawing[1]))
-        if out is None:
-            return [*found, Repro(Path("fxpasses-repro.py"), str(name))]
-        folder = out / str(name)
-        return [*found, Dump(folder), Repro(folder / "repro.py", str(name))]
+    def watch(name: GraphName) -> Observer:
+        from fxpasses.dump.folder import Dump
+
+        return Dump(out / str(name))
 
     return watch
 
 
-def _drawing(folder: Path, limit: int) -> tuple[Path, int]:
-    from fxpasses.dump.modules import graphviz
+def _reproduced(out: Path | None) -> Callable[[GraphName], Observer]:
+    """Makes observers that leave a script when a pass fails."""
+
+    def watch(name: GraphName) -> Observer:
+        from fxpasses.dump.repro import Repro
+
+        path = Path("fxpasses-repro.py") if out is None else out / str(name) / "repro.py"
+        return Repro(path, str(name))
+
+    return watch
+
+
+def _drawn(folder: Path, limit: int) -> Callable[[GraphName], Observer]:
+    """Makes observers that draw a graph once its last pass has run."""
+    from fxpasses.dump.modules import graphviz, svg
 
     graphviz()  # before anything runs
-    return folder, limit
 
+    def watch(name: GraphName) -> Observer:
+        path = folder / f"{name}.svg"
 
-def _draws(path: Path, limit: int) -> Observer:
-    """An observer that draws a graph once its last pass has run."""
+        def observe(previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
+            if following is None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(svg(graph, limit))
 
-    def observe(previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
-        from fxpasses.dump.modules import svg
+        return observe
 
-        if following is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(svg(graph, limit))
-
-    return observe
+    return watch
 
 
 def _run(
     found: Input,
     settings: dict[str, Any],
     world: int | None,
-    ranks: int | None,
+    every_rank: bool,
     watcher: Watcher,
     output: Path | None,
     quiet: bool,
@@ -268,31 +307,23 @@ def _run(
     if output is not None and not isinstance(found, Exported):
         raise InputError(f"option '--output': {found.name} is no exported program")
     if isinstance(found, Script):
-        _run_script(found, bool(settings or world or ranks), watcher)
+        _run_script(found, bool(settings or world), watcher)
         return
-    world, each = _world(settings, world, ranks, isinstance(found, Exported))
-    for rank in each:
+    world = world or _world(settings, isinstance(found, Exported))
+    for rank in range(world if every_rank else 1):
         if isinstance(found, Program):
             _trace(found, settings, world, rank, watcher)
         else:
             _transform(found, settings, world, rank, watcher, output, quiet)
 
 
-def _world(
-    settings: dict[str, Any], world: int | None, ranks: int | None, exported: bool
-) -> tuple[int, range]:
-    """The number of ranks, and those to look at."""
-    if world is not None and ranks is not None and world != ranks:
-        raise InputError(
-            f"got --world {world} and --ranks {ranks}; either says how many ranks there are"
-        )
-    if (given := world or ranks) is not None:
-        return given, range(ranks or 1)
+def _world(settings: dict[str, Any], exported: bool) -> int:
+    """The number of ranks, where nobody has said it."""
     from fxpasses.registry import parse_pipeline
 
     passes = settings.get("passes")
     silent = exported if passes is None else not any(p.communicates for p in parse_pipeline(passes))
-    return (1 if silent else _RANKS), range(1)
+    return 1 if silent else _RANKS
 
 
 def _trace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -65,6 +65,21 @@ class Printer:
             look(previous, following, graph)
 
         return observe
+
+    def add_errors(self, errors: Mapping[tuple[str, int], float]) -> None:
+        """Add how much passes change results, by graph and number."""
+        for (name, number), error in errors.items():
+            for row in self.graphs[name]:
+                if row["number"] == number:
+                    row["error"] = error
+
+    def print_errors(self) -> None:
+        """How much each pass changes results."""
+        click.echo(f"{'change':>10}  pass")
+        for name, rows in self.graphs.items():
+            for row in rows:
+                if "error" in row:
+                    click.echo(f"{row['error']:10.2e}  {name} {row['number']:02d} {row['pass']}")
 
     def print_times(self) -> None:
         """Seconds by pass, over all graphs, the longest first."""

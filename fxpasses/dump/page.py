@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -40,6 +41,14 @@ class Page:
         """The observer of one graph."""
         self._graphs.append(_Graph(str(name)))
         return self._graphs[-1]
+
+    def add_errors(self, errors: Mapping[tuple[str, int], float]) -> None:
+        """Say of passes, by graph and number, how much they change results."""
+        for graph in self._graphs:
+            for moment in graph.data["moments"]:
+                number = int(moment["title"].split()[0])
+                if (key := (graph.data["name"], number)) in errors and number:
+                    moment["error"] = errors[key]
 
     def html(self) -> str:
         """The file."""
