@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from fxpasses.cli.dump import settings_of
 from fxpasses.cli.errors import NO, Command, InputError
 from fxpasses.cli.inputs import Program, resolve
+from fxpasses.cli.running import settings_of
 
 _STEPS, _RATE = 3, 0.1
 
