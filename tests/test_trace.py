@@ -80,6 +80,18 @@ def test_a_whole_step():
     assert len(planned_collectives(found["rank0/g0.backward"].after)) == 1
 
 
+def test_a_backward_that_the_program_runs_makes_no_gradients():
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        loss = model(x).sum()
+        torch._dynamo.graph_break()
+        loss.backward()
+
+    model = mlp(3, 1)
+    names = [str(g.name) for g in trace(step, (model, X), {"compression": "int8"}, world=2)]
+    assert names == ["rank0/g0.joint", "rank0/g0.backward"]
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_the_program_stays_as_it_was():
     model = nn.BatchNorm1d(3)
     trace(model, (X,), world=2)

@@ -12,6 +12,7 @@ wherever the program lies. Behind all this stands the line of the model.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import os
 import site
@@ -62,12 +63,14 @@ def literal(value: Any) -> str:
         return f"{{{', '.join(f'{k!r}: {literal(v)}' for k, v in value.items())}}}"
     if isinstance(value, slice):
         return f"slice({literal(value.start)}, {literal(value.stop)}, {literal(value.step)})"
+    if inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"  # its repr holds an address
     return repr(value)
 
 
 def registered_by(target: torch._ops.OpOverload) -> set[str]:
     """The module that has to be imported for an operator written in Python to be known."""
-    if target.namespace == "prims" and target._opname.startswith("inductor_"):
+    if target.namespace == "prims" and not hasattr(torch._prims, target._opname):
         return {"torch._inductor.inductor_prims"}
     definition = OPDEFS.get(target._schema.name)
     return {definition._init_fn.__module__} if definition else set()

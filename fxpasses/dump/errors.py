@@ -9,6 +9,7 @@ ranks. State stands at its initial value and is not compared. A pass that is mea
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,7 +83,10 @@ class Errors:
     def _run(self, graphs: list[TrainingGraph]) -> list[tuple[Any, ...]]:
         from fxpasses.testing import run_world
 
-        return run_world(graphs, [_inputs(graph, rank) for rank, graph in enumerate(graphs)])
+        inputs = [_inputs(graph, rank) for rank, graph in enumerate(graphs)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # dropout drops the same before a pass and after it
+            return run_world(graphs, inputs)
 
     def _change(
         self, moment: _Moment, before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]
@@ -105,6 +109,7 @@ class Errors:
 
 
 def _inputs(graph: TrainingGraph, rank: int) -> list[Any]:
+    """Random, weights as large as those of a new model."""
     from fxpasses.testing import random_inputs
 
     shared, own = random_inputs(graph, 0), random_inputs(graph, rank + 1)
@@ -115,6 +120,8 @@ def _inputs(graph: TrainingGraph, rank: int) -> list[Any]:
             found.append(torch.full(spec.shape, spec.fill, dtype=spec.dtype))
         else:
             found.append(shared[at] if role.kind in _SHARED else own[at])
+            if role.kind == "parameter" and found[-1].dim() > 1:
+                found[-1] *= math.sqrt(found[-1].shape[0] / found[-1].numel())
     return found
 
 

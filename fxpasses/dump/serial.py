@@ -1,7 +1,8 @@
 """A graph as JSON, and back: all that passes and readers of dumps go by.
 
 One node a line. Arguments are JSON values; what JSON has not is an object with one key: `{"node": "mm"}`,
-`{"dtype": "float32"}`, `{"tuple": […]}`. Symbolic sizes become their example values.
+`{"dtype": "float32"}`, `{"tuple": […]}`. Symbolic sizes become their example values. What is none of this is
+named by its type, and can't be read back.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def encoded(value: Any) -> Any:
         return {"device": str(value)}
     if type(value) in _NAMED:
         return {_NAMED[type(value)]: str(value).removeprefix("torch.")}
-    raise TypeError(f"a graph holds {value!r}, which no dump knows how to write")
+    return {"unknown": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
 def _decoded(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
@@ -161,6 +162,8 @@ def _decoded(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
     ((kind, inner),) = value.items()
     if kind == "node":
         return nodes[inner]
+    if kind == "unknown":
+        raise ValueError(f"the graph holds a {inner}, which was not written")
     if kind in _NAMED.values():
         return getattr(torch, inner)
     if kind in ("float", "device"):

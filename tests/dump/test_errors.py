@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
 
 from fxpasses.cli import main
 from fxpasses.dump.errors import Errors
@@ -61,6 +62,14 @@ def test_what_passes_cost_in_accuracy():
     assert found["bucketing"] == 0.0
     assert 1e-4 < found["cast"] < 0.1
     assert 1e-5 < found["compress"] < 0.02
+
+
+def test_dropout_is_no_change():
+    errors = Errors()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    options = {"precision": "bf16"}
+    trace(model, (torch.ones(3, 8),), options, watcher=lambda name: [errors.watch(name)])
+    assert 0 < errors.measured()["rank0/g0.joint", 1] < 0.05
 
 
 def test_a_reduction_is_compared_with_the_mean_or_sum():

@@ -19,14 +19,15 @@ from tests.graphs import doubled, execute, random_inputs
 
 
 class Branches(nn.Module):
-    """A condition, a constant, dropout."""
+    """A condition, a constant, dropout, pooling."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = nn.functional.dropout(self.layer(x), 0.5)
+        y = nn.functional.max_pool2d(self.layer(x)[None, None], 1)[0, 0]
+        y = nn.functional.dropout(y, 0.5)
         y = torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y + 1, (y,))
         return y * torch.tensor([1.0, 2.0, 3.0, 4.0])
 
