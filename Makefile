@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)  ## train a small GPT on two ranks, beside DDP; ARGS=--steps=100
 	$(VENV)/bin/python -m bench.demo $(ARGS)
 
-test: $(STAMP)  ## run the tests; ARGS='-k order'
+test: $(STAMP)  ## run the tests; ARGS='-k order', ARGS='-k golden --bless'
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/ -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: $(STAMP)  ## 10,000 drawn graphs for each pass; FXPASSES_EXAMPLES=1000 for fewer

@@ -142,7 +142,8 @@ class Hardening:
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
-        dump: folder that receives the graph as text after each pass.
+        dump: folder that receives the graph after each pass; `None`: what FXPASSES_DUMP in the
+            environment says.
         profile: TOML file with these same keys; options given explicitly win over it.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import external_utils
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE
 from torch._guards import Source
@@ -35,6 +35,15 @@ def user_errors_visible() -> Iterator[None]:
         if isinstance(error, VisibleValueError):
             raise
         raise VisibleValueError(str(error), first_useful_frame=None) from error
+
+
+@contextlib.contextmanager
+def backend_errors_bare() -> Iterator[None]:
+    """Let what a backend raises inside come out as it was raised."""
+    try:
+        yield
+    except BackendCompilerFailed as failed:
+        raise failed.inner_exception from failed
 
 
 def own_settings() -> None:
@@ -227,6 +236,13 @@ def _text(source: Any) -> str:
 
 def _path(source: Any) -> tuple[str, ...]:
     return path_in(_text(source))
+
+
+def module_of(node: fx.Node) -> str:
+    """Qualified name of the module whose code a node belongs to; empty for the outermost, or if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = path_in(list(stack.values())[-1][0]) if stack else ()
+    return ".".join(path[1:])
 
 
 def path_in(text: str) -> tuple[str, ...]:

@@ -46,9 +46,8 @@ def exported(program: ExportedProgram) -> TrainingGraph:
         ValueError: for inputs or outputs of a kind that a training graph does not have (tokens, objects).
     """
     module = copy.deepcopy(program.graph_module)
-    inputs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    for node in module.graph.find_nodes(op="placeholder"):
-        spec = inputs[node.name]
+    placeholders = module.graph.find_nodes(op="placeholder")  # a copy may have renamed them
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         kind = _known(_INPUTS, spec.kind, node.name)
         node.meta["role"] = Role(kind, spec.target or node.name)
     output = module.graph.output_node()
@@ -71,17 +70,23 @@ def updated(program: ExportedProgram, graph: TrainingGraph) -> ExportedProgram:
     if graph.inputs("state"):
         names = ", ".join(role.name for _, role in graph.inputs("state"))
         raise ValueError(f"exported program: passes added state ({names}), which a file can't hold")
-    specs = [
-        dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=node.name))
-        if isinstance(node, fx.Node)
-        else spec
-        for spec, (_, node, _) in zip(
-            program.graph_signature.output_specs, graph.outputs(), strict=True
-        )
-    ]
-    signature = dataclasses.replace(program.graph_signature, output_specs=specs)
+    old = program.graph_signature
+    inputs = zip(old.input_specs, graph.inputs(), strict=True)
+    outputs = zip(old.output_specs, graph.outputs(), strict=True)
+    signature = dataclasses.replace(
+        old,
+        input_specs=[_of(spec, node) for spec, (node, _) in inputs],
+        output_specs=[_of(spec, node) for spec, (_, node, _) in outputs],
+    )
     graph.recompile()
     return program._update(graph.module, signature)
+
+
+def _of(spec: Any, node: Any) -> Any:
+    """A spec of the signature, for this node."""
+    if not isinstance(node, fx.Node):
+        return spec
+    return dataclasses.replace(spec, arg=dataclasses.replace(spec.arg, name=node.name))
 
 
 def specialisation(program: ExportedProgram) -> str:

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -267,7 +268,10 @@ def empty_like(module: fx.GraphModule) -> fx.GraphModule:
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
     """A copy, with the tensors that it holds, also while the compiler traces with fake ones."""
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "`isinstance", FutureWarning
+        )  # torch's, of its own pytrees
         return copy.deepcopy(module)
 
 

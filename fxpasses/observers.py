@@ -1,14 +1,63 @@
-"""Observers of the pipeline: the rules, the dump, the clock."""
+"""Observers of the pipeline: the rules, and whoever else wants to look on."""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 from fxpasses import spec
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass
-from fxpasses.pipeline import Done
+from fxpasses.pipeline import Done, Observer
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphName:
+    """Which graph it is that passes run over.
+
+    Attributes:
+        rank: global rank of this process.
+        region: number of the region that Dynamo handed over, in the order of compilation.
+        graph: `"joint"`, `"backward"`, `"inference"`, or a variant of a backward (`"backward-local"`).
+    """
+
+    rank: int
+    region: int
+    graph: str
+
+    def __str__(self) -> str:
+        return f"rank{self.rank}/g{self.region}.{self.graph}"
+
+
+Watcher = Callable[[GraphName], Sequence[Observer]]
+# Of the process, not of a thread: backwards may be compiled in threads of autograd.
+_watchers: list[Watcher] = []
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Let observers look on wherever the backend runs passes meanwhile.
+
+    Args:
+        watcher: makes the observers of a graph; to it regions count from 0.
+    """
+    regions: dict[int, int] = {}
+
+    def watch(name: GraphName) -> Sequence[Observer]:
+        region = regions.setdefault(name.region, len(regions))
+        return watcher(dataclasses.replace(name, region=region))
+
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
+
+
+def watchers_of(name: GraphName) -> list[Observer]:
+    """The observers that want to see this graph."""
+    return [observer for watcher in _watchers for observer in watcher(name)]
 
 
 class CheckRules:
@@ -42,48 +91,3 @@ class CheckRules:
         if "reduced" in self._provided:
             spec.check(graph, name, (spec.reduced_once,))
         self._fingerprint = fingerprint
-
-
-class Dump:
-    """Writes the graph as text after each pass: `FOLDER/00-input.py`, `FOLDER/01-bucketing.py`, …
-
-    Names hold no clock and no process id, so that two runs write the same files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._count = 0
-
-    def __call__(self, previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
-        name = previous.made_by.name if previous else "input"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self._count:02d}-{name}.py"
-        path.write_text(text(previous, graph))
-        self._count += 1
-
-
-class Clock:
-    """Seconds that each pass took, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._started = 0.0
-
-    def __call__(self, previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
-        if previous is not None:
-            self.seconds[previous.made_by.name] = time.perf_counter() - self._started
-        self._started = time.perf_counter()
-
-
-def text(previous: Done | None, graph: TrainingGraph) -> str:
-    """A graph as Python, headed by the pass that made it (none: the input), its inputs and its outputs."""
-    if previous is None:
-        head = "# input of the pipeline"
-    else:
-        counts = ", ".join(f"{k}={v}" for k, v in previous.report.counts.items())
-        changed = counts or ("changed" if previous.report.changed else "unchanged")
-        head = f"# after {previous.made_by.spec}: {changed}"
-    inputs = "\n".join(f"# input {n.name}: {r.kind} {r.name}" for n, r in graph.inputs())
-    outputs = "\n".join(f"# output {i}: {r.kind} {r.name} = {n}" for i, n, r in graph.outputs())
-    code = graph.graph.python_code("self", verbose=False).src
-    return f"{head}\n{inputs}\n{outputs}\n{code}"

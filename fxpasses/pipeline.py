@@ -2,15 +2,18 @@
 
 `Pipeline.run` holds no code of any one pass. Whatever wants to look on (rules, dump, timing) is an
 observer: a callable `(previous, next, graph)` that is called before the first pass, between passes and
-after the last one.
+after the last one. If it has a method `failed`, that is called with what a pass or another observer raised.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fxpasses import bisection
 from fxpasses.compression import adapts
 from fxpasses.config import ANY, Hardening
 from fxpasses.graph import TrainingGraph
@@ -20,10 +23,34 @@ from fxpasses.registry import parse_pipeline
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A pass that ran, and its report."""
+    """A pass that ran.
+
+    Attributes:
+        report: what it did.
+        number: its number in the pipeline, from 1.
+        seconds: that it took.
+    """
 
     made_by: Pass
     report: Report
+    number: int = 1
+    seconds: float = dataclasses.field(default=0.0, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A call of `Pipeline.run`: whose, and with which arguments."""
+
+    pipeline: Pipeline
+    stage: str
+    local: bool | None
+
+
+@typing.runtime_checkable
+class FailureObserver(typing.Protocol):
+    """An observer that wants to know of what was raised."""
+
+    def failed(self, error: Exception, run: Run) -> None: ...
 
 
 Observer = Callable[[Done | None, Pass | None, TrainingGraph], None]
@@ -54,17 +81,44 @@ class Pipeline:
             local: only those that run in every backward (True), or only the others (False).
         """
         passes = tuple(p for p in self.stage(stage) if local is None or p.local == local)
+        passes = bisection.chosen(passes)
         done: list[Done] = []
-        for position in range(len(passes) + 1):
-            previous = done[-1] if done else None
-            following = passes[position] if position < len(passes) else None
+        try:
+            self._run_each(passes, graph, observers, done)
+        except Exception as error:
             for observe in observers:
-                observe(previous, following, graph)
-            if following is not None:
-                done.append(_run(following, graph))
+                if isinstance(observe, FailureObserver):
+                    observe.failed(error, Run(self, stage, local))
+            raise
         if any(d.report.changed for d in done):
             graph.recompile()
         return done
+
+    def _run_each(
+        self,
+        passes: Sequence[Pass],
+        graph: TrainingGraph,
+        observers: Sequence[Observer],
+        done: list[Done],
+    ) -> None:
+        for position in range(len(passes) + 1):
+            previous = done[-1] if done else None
+            following = passes[position] if position < len(passes) else None
+            with bisection.noting_untestable(previous.made_by if previous else None):
+                for observe in observers:
+                    observe(previous, following, graph)
+            if following is not None:
+                done.append(self._run(following, graph))
+
+    def _run(self, current: Pass, graph: TrainingGraph) -> Done:
+        started = time.perf_counter()
+        try:
+            report = bisection.run(current, graph)
+        except Exception as error:
+            error.add_note(f"{_WHILE}{current.spec!r} ran")
+            raise
+        seconds = time.perf_counter() - started
+        return Done(current, report, self.passes.index(current) + 1, seconds)
 
     def bind(self, **environment: Any) -> Pipeline:
         """The passes with fields that come from the environment filled in."""
@@ -76,12 +130,12 @@ class Pipeline:
         return ",".join(p.spec for p in self.passes)
 
 
-def _run(current: Pass, graph: TrainingGraph) -> Done:
-    try:
-        return Done(current, current.run(graph))
-    except Exception as error:
-        error.add_note(f"while pass {current.spec!r} ran")
-        raise
+_WHILE = "while pass "
+
+
+def made_by_pass(error: BaseException) -> bool:
+    """Whether a pass raised it, rather than the program that it ran over."""
+    return any(note.startswith(_WHILE) for note in getattr(error, "__notes__", ()))
 
 
 def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pipeline:

@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxpasses.dynamo import path_in
+from fxpasses.dynamo import module_of
 from fxpasses.effects import is_collective
 from fxpasses.rewrite import Provenance, model_line
 
@@ -142,14 +142,12 @@ class Probe(fx.Interpreter):
         inputs = [_extremes(n, v) for n, v in read.items() if _is_floating(v)]
         provenance = node.meta.get("provenance") or Provenance("", "")
         origin = self._origin(node, provenance)
-        stack = origin.meta.get("nn_module_stack") or origin.meta.get("fwd_nn_module_stack") or {}
-        path = path_in(list(stack.values())[-1][0]) if stack else ()
         return Nonfinite(
             kind=kind,
             operator="input" if is_input else _operator(node),
             name=_name(node),
             phase=self._phase,
-            module=".".join(path[1:]),
+            module=module_of(origin),
             model_line=model_line(origin),
             made_by=provenance.pass_name,
             inputs=tuple(inputs),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpasses.graph import TrainingGraph, eliminate_dead_code
+
+_OWN = str(Path(__file__).parent / "trace.py")  # calls what it traces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +37,26 @@ class Provenance:
 def model_line(node: fx.Node) -> str:
     """`file:line` of the user's code that a node comes from; empty where tracing kept none."""
     trace = node.meta.get("stack_trace") or ""
-    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    lines = map(str.strip, trace.splitlines())
+    frames = [line for line in lines if line.startswith("File ") and _OWN not in line]
     if not frames:
         return ""
     path, line = frames[-1].split(", ")[:2]
     return f"{path.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')}"
+
+
+Listener = Callable[[Provenance], None]
+_listeners: list[Listener] = []
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call this in front of each `splice` meanwhile."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 def splice(
@@ -65,6 +83,8 @@ def splice(
     Raises:
         ValueError: when `fn` uses a tensor that is not an argument.
     """
+    for listener in _listeners:
+        listener(provenance)
     leaves, structure = pytree.tree_flatten(args)
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 

@@ -14,6 +14,10 @@ from fxpasses.distributed.group import resolve
 from tests.graphs import WORLD
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--bless", action="store_true", help="accept what passes change as right")
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     yield

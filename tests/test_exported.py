@@ -89,6 +89,13 @@ def test_what_passes_made_goes_back_into_the_program():
     torch.testing.assert_close(result, expected, rtol=0, atol=0.05)
 
 
+def test_an_input_named_like_a_builtin_goes_there_and_back():
+    done = torch.export.export(nn.Sequential(nn.Linear(2, 3)), (torch.randn(4, 2),))
+    graph = exported(done)
+    assert Cast("bf16", "").run(graph).changed
+    assert updated(done, graph).module()(torch.randn(4, 2)).shape == (4, 3)
+
+
 def test_state_does_not_go_into_a_program():
     done = program(train=True)
     graph = exported(done)

@@ -264,7 +264,7 @@ def test_observers_see_what_was_before_and_what_follows():
     seen: list[tuple[Done | None, Pass | None]] = []
     graph = doubled((3,))
     Pipeline((first, second)).run("backward", graph, [lambda b, a, _: seen.append((b, a))])
-    one, two = (Done(p, Report(changed=False)) for p in (first, second))
+    one, two = (Done(p, Report(changed=False), i) for i, p in enumerate((first, second), 1))
     assert seen == [(None, first), (one, second), (two, None)]
 
 

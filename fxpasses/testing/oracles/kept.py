@@ -13,9 +13,9 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from fxpasses.dump.folder import Dump
 from fxpasses.effects import is_effectful
 from fxpasses.graph import TrainingGraph, ancestors
-from fxpasses.observers import Dump
 from fxpasses.pipeline import Done
 from fxpasses.testing.oracles.base import Run, copied, fail, structure, trace
 from fxpasses.testing.oracles.numerics import bitwise
@@ -79,7 +79,7 @@ def dump_reads_back(run: Run) -> None:
     if len(ours) != len(theirs):
         fail("dump_reads_back", run, f"{len(ours)} nodes became {len(theirs)}")
     for node, role in graph.inputs():
-        if f"# input {node.name}: {role.kind} {role.name}\n" not in text:
+        if f"  input {node.name}: {role.kind} {role.name}\n" not in text:
             fail("dump_reads_back", run, "is an input that the dump does not describe", node)
     for at, value, role in graph.outputs():
         if f"# output {at}: {role.kind} {role.name} = {value}\n" not in text:
@@ -90,7 +90,7 @@ def dumped(run: Run) -> str:
     """What an observer writes of a graph."""
     with tempfile.TemporaryDirectory() as folder:
         Dump(Path(folder))(Done(run.current, run.reports[0]), None, run.after)
-        (path,) = Path(folder).iterdir()
+        (path,) = Path(folder).glob("*.py")
         return path.read_text()
 
 

@@ -1,19 +1,18 @@
-"""The `fxpasses` command."""
+"""`fxpasses` itself, and its list of passes."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
-from torch import nn
 
 from fxpasses import __version__
 from fxpasses.cli import main
+from fxpasses.cli.completion import pass_names
 from fxpasses.passes.base import Pass
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.registry import passes, register_pass
@@ -97,40 +96,32 @@ def test_a_pass_with_an_option_without_default_is_listed(own_registry):
     assert "    level: int\n" in sections()["needs_level"]
 
 
-def saved(folder, program: Callable[..., torch.Tensor]) -> str:
-    """A module with this forward, exported to a file."""
-    module = type("Exported", (nn.Module,), {"forward": lambda self, x: program(x)})()
-    path = folder / "program.pt2"
-    torch.export.save(torch.export.export(module, (torch.randn(2, 2),)), path)
-    return str(path)
+def test_the_list_as_json():
+    rows = json.loads(run("passes", "--json").output)
+    assert [row["name"] for row in rows] == sorted(passes())
+    bucketing = next(row for row in rows if row["name"] == "bucketing")
+    assert bucketing == {
+        "name": "bucketing",
+        "stage": "backward",
+        "bitwise": True,
+        "error_bound": "bitwise",
+        "requires": [],
+        "provides": ["buckets"],
+        "conflicts": [],
+        "local": False,
+        "options": [
+            {"name": "mb", "type": "float | None", "from_option": "bucket_mb"},
+            {"name": "scheme", "type": "str | None", "from_option": "compression"},
+        ],
+    }
 
 
-def test_dump_prints_the_graph_after_each_pass(tmp_path):
-    result = run("dump", saved(tmp_path, lambda x: x @ x), "cast{dtype=fp16},bucketing{mb=1}")
-    assert result.exit_code == 0, result.output
-    heads = [
-        line for line in result.output.splitlines() if line.startswith(("# input of", "# after"))
-    ]
-    assert heads == [
-        "# input of the pipeline",
-        "# after cast{dtype=fp16,rules=}: lowered=1, casts=2",
-        "# after bucketing{mb=1.0}: buckets=0, gradients=0",
-    ]
-    assert "# output 0: output 0 = mm_float32" in result.output
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell):
+    result = run("completion", shell)
+    assert result.exit_code == 0 and "_FXPASSES_COMPLETE" in result.output
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "message"),
-    [
-        ("csat", "option 'passes': unknown pass 'csat'; did you mean 'cast'?"),
-        ("bucketing{mb=1},gradient_sync", "'gradient_sync' communicates"),
-    ],
-)
-def test_dump_says_what_is_wrong_with_a_pipeline(tmp_path, pipeline, message):
-    result = run("dump", saved(tmp_path, lambda x: x @ x), pipeline)
-    assert result.exit_code == 1 and "Error: " in result.output and message in result.output
-
-
-def test_dump_of_a_file_that_is_not_there():
-    result = run("dump", "nowhere.pt2", "cast")
-    assert result.exit_code == 2 and "nowhere.pt2" in result.output
+def test_completion_of_passes_goes_on_behind_a_comma():
+    found = [item.value for item in pass_names(None, None, "cast,bucke")]
+    assert found == ["cast,bucketing"]

@@ -1,0 +1,80 @@
+"""Dumps of a training program: by option, by environment, with caches warm and cold, in torch's trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("fake", rank=1, world_size=2, store=dist.HashStore())
+torch.manual_seed(0)
+model = nn.Linear(32, 32)
+compiled = torch.compile(model, backend=sys.argv[1])
+compiled(torch.ones(4, 32)).sum().backward()
+"""
+STEMS = ("00-input", "01-participation", "02-running_stats", "03-bucketing", "04-gradient_sync")
+
+
+def train(tmp_path: Path, backend: str, **environment: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch.testing._internal.distributed.fake_pg\n" + SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), backend],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.inductor
+def test_the_environment_asks_for_it_with_warm_and_cold_caches(tmp_path):
+    cache = str(tmp_path / "cache")
+    for run in ("cold", "warm"):
+        dump = str(tmp_path / run)
+        train(tmp_path, "hardened", FXPASSES_DUMP=dump, TORCHINDUCTOR_CACHE_DIR=cache)
+    cold = files(tmp_path / "cold")
+    assert cold == files(tmp_path / "warm")
+    assert {f"rank1/g0.backward/{stem}.py" for stem in STEMS} <= cold.keys()
+
+
+def test_records_in_torchs_trace(tmp_path):
+    train(tmp_path, "hardened_aot_eager", TORCH_TRACE=str(tmp_path / "trace"))
+    (path,) = (tmp_path / "trace").glob("*.log")
+    found: dict[str, dict[str, Any]] = {}
+    payload: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        if line.startswith("V"):
+            record = json.loads(line[line.index("{") :])
+            name = record.get("artifact", {}).get("name", "")
+            if name.startswith("fxpasses_"):
+                found[name] = record
+        elif found:
+            last = list(found)[-1]
+            payload[last] = payload.get(last, "") + line.strip("\t") + "\n"
+    names = [f"fxpasses_rank1_g0.backward_{stem}" for stem in STEMS]
+    assert [name for name in found if "backward" in name] == names
+    assert all(
+        record["frame_id"] == 0 for record in found.values()
+    )  # known to belong to the compilation
+    assert "+    bucket0_cat = " in payload[names[3]]
+
+
+def test_nothing_is_written_unless_asked_for(tmp_path):
+    train(tmp_path, "hardened_aot_eager", FXPASSES_DUMP="")
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
