@@ -50,7 +50,7 @@ def hardened(
     from fxpasses import inductor
 
     with user_errors_visible():
-        gm, unit = _unit(gm, example_inputs, options, inductor.decompositions())
+        gm, unit = make_unit(gm, example_inputs, options, inductor.decompositions())
     patches = torch._inductor.list_mode_options(mode) if mode else {}
     return inductor.compile_unit(gm, example_inputs, unit, patches)
 
@@ -65,16 +65,22 @@ def hardened_aot_eager(
     from fxpasses import eager
 
     with user_errors_visible():
-        gm, unit = _unit(gm, example_inputs, options, {})
+        gm, unit = make_unit(gm, example_inputs, options, {})
     return eager.compile_unit(gm, example_inputs, unit)
 
 
-def _unit(
+def make_unit(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Mapping[str, Any] | None,
     decompositions: dict[Any, Callable[..., Any]],
 ) -> tuple[fx.GraphModule, Unit]:
+    """The unit of a Dynamo graph, and that graph with what the unit needs to find in it. Called while Dynamo
+    compiles.
+
+    Args:
+        decompositions: what the graphs will have been traced with.
+    """
     hardening = Hardening.from_options(options)
     refuse_wrapper()
     group = resolve(hardening.process_group)

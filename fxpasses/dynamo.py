@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import external_utils
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.constant import CONSTANT_VARIABLE_NONE
 from torch._guards import Source
@@ -35,6 +35,15 @@ def user_errors_visible() -> Iterator[None]:
         if isinstance(error, VisibleValueError):
             raise
         raise VisibleValueError(str(error), first_useful_frame=None) from error
+
+
+@contextlib.contextmanager
+def backend_errors_bare() -> Iterator[None]:
+    """Let what a backend raises inside come out as it was raised."""
+    try:
+        yield
+    except BackendCompilerFailed as failed:
+        raise failed.inner_exception from failed
 
 
 def own_settings() -> None:

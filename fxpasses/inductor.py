@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from functorch.compile import make_boxed_func
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -24,6 +25,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.utils._ordered_set import OrderedSet
 
 from fxpasses.calls import Calls
+from fxpasses.graph import copied
 from fxpasses.schedule import order
 from fxpasses.schedule.order import Event, OrderError
 from fxpasses.step_calls import StepCalls
@@ -67,6 +69,27 @@ def compile_unit(
     with functorch_config.patch(enable_autograd_cache=False, backward_pass_autocast="off"):
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
     return calls.forward(compiled)
+
+
+def trace_unit(gm: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit) -> Callable[..., Any]:
+    """The same graphs, passes included, without generating code: the forward runs node by node, on one rank.
+
+    Its backward can't be run; what it is, passes have seen when this returns.
+    """
+
+    def inner_compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_inference"):
+            unit.note_forward()
+        elif unit.is_whole_step:
+            unit.take_whole_step(copied(module))
+        else:
+            unit.inference(module)
+        return make_boxed_func(module.forward)
+
+    patches = {"custom_partitioner_fn": _Partitioner(unit)}
+    with functorch_config.patch(enable_autograd_cache=False, backward_pass_autocast="off"):
+        traced: Any = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
+    return traced
 
 
 def _compile_backward(

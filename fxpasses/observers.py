@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fxpasses import spec
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass
-from fxpasses.pipeline import Done
+from fxpasses.pipeline import Done, Observer
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphName:
+    """Which graph it is that passes run over.
+
+    Attributes:
+        rank: global rank of this process.
+        region: number of the region that Dynamo handed over, in the order of compilation.
+        graph: `"joint"`, `"backward"`, `"inference"`, or a variant of a backward (`"backward-local"`).
+    """
+
+    rank: int
+    region: int
+    graph: str
+
+    def __str__(self) -> str:
+        return f"rank{self.rank}/g{self.region}.{self.graph}"
+
+
+Watcher = Callable[[GraphName], Observer]
+# Of the process, not of a thread: backwards may be compiled in threads of autograd.
+_watchers: list[Watcher] = []
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Let an observer look on wherever the backend runs passes meanwhile.
+
+    Args:
+        watcher: makes the observer of a graph.
+    """
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def watchers_of(name: GraphName) -> list[Observer]:
+    """The observers that want to see this graph."""
+    return [watcher(name) for watcher in _watchers]
 
 
 class CheckRules:

@@ -33,7 +33,7 @@ from fxpasses.graph import (
     tangents_reaching,
 )
 from fxpasses.levels import LevelChoice
-from fxpasses.observers import CheckRules, Dump
+from fxpasses.observers import CheckRules, Dump, GraphName, watchers_of
 from fxpasses.passes.clip_norm import ClipNorm
 from fxpasses.passes.participation import flagged_outputs
 from fxpasses.pipeline import Observer, Pipeline
@@ -191,7 +191,7 @@ class Unit:
             forward_outputs = kwargs["num_fwd_outputs"]
             aot.annotate_joint(joint, forward_outputs, self.input_roles)
             whole = TrainingGraph(joint, self.decompositions)
-            self._run(self.pipeline, "joint", whole, self._dump("joint"))
+            self._run(self.pipeline, "joint", whole, self._onlookers("joint"))
             forward, backward = split(joint, joint_inputs, **kwargs)
             aot.annotate_backward(backward, joint, forward_outputs)
             graph = TrainingGraph(backward)
@@ -209,7 +209,7 @@ class Unit:
             self._warn_of_statistics(aot.written_buffers(module))
             if self.pipeline.stage("joint"):
                 graph = TrainingGraph(module, self.decompositions)
-                self._run(self.pipeline, "joint", graph, self._dump("inference"))
+                self._run(self.pipeline, "joint", graph, self._onlookers("inference"))
 
     def _warn_of_statistics(self, written: Iterable[StateSpec]) -> None:
         """Running statistics travel with a backward; without one each rank keeps its own."""
@@ -227,7 +227,7 @@ class Unit:
             aot.annotate_whole_step(module, self.input_roles)
             step = split(module, self.decompositions)
             head = TrainingGraph(step.head, self.decompositions)
-            self._run(self.pipeline, "joint", head, self._dump("joint"))
+            self._run(self.pipeline, "joint", head, self._onlookers("joint"))
             self._base, self.facts, self.whole_step = step.head, _facts_of(head), step
             return self.backward(self.primary)
 
@@ -248,14 +248,14 @@ class Unit:
             others = {v.levels for v in self._backwards} - {None, self.levels.start, variant.levels}
             name += f"-levels{len(others) + 1}"
         pipeline = self.pipeline.bind(layout=variant.layout, levels=variant.levels)
-        dump = self._dump(name)
+        onlookers = self._onlookers(name)
         has_local = any(p.local for p in pipeline.stage("backward"))
         if variant.mode == LOCAL or (has_local and variant.mode != LEFT):
-            self._run(pipeline, "backward", graph, dump, local=True)
+            self._run(pipeline, "backward", graph, onlookers, local=True)
         # What is pending was made by local backwards, their passes included.
         self._prepare(graph, variant)
         if variant.mode != LOCAL:
-            self._run(pipeline, "backward", graph, dump, local=False)
+            self._run(pipeline, "backward", graph, onlookers, local=False)
         step = None if variant.mode == LEFT else self.whole_step
         if step is not None:
             tail.join(step, graph)
@@ -273,17 +273,19 @@ class Unit:
         pipeline: Pipeline,
         stage: str,
         graph: TrainingGraph,
-        dump: Sequence[Observer],
+        onlookers: Sequence[Observer],
         local: bool | None = None,
     ) -> None:
-        if pipeline.stage(stage) or dump:
-            pipeline.run(stage, graph, [CheckRules(), *dump], local)
+        if pipeline.stage(stage) or onlookers:
+            pipeline.run(stage, graph, [CheckRules(), *onlookers], local)
 
-    def _dump(self, name: str) -> list[Observer]:
-        """What writes the graph of this name after each pass, if asked for."""
+    def _onlookers(self, name: str) -> list[Observer]:
+        """What looks on while passes run over the graph of this name: the dump, if asked for, and watchers."""
+        full = GraphName(global_rank(), self.id, name)
+        watchers = watchers_of(full)
         if self.hardening.dump is None:
-            return []
-        return [Dump(Path(self.hardening.dump) / f"rank{global_rank()}" / f"g{self.id}.{name}")]
+            return watchers
+        return [Dump(Path(self.hardening.dump) / str(full)), *watchers]
 
     @property
     def trains(self) -> bool:

@@ -128,7 +128,7 @@ def test_dump_prints_the_graph_after_each_pass(tmp_path):
 )
 def test_dump_says_what_is_wrong_with_a_pipeline(tmp_path, pipeline, message):
     result = run("dump", saved(tmp_path, lambda x: x @ x), pipeline)
-    assert result.exit_code == 1 and "Error: " in result.output and message in result.output
+    assert result.exit_code == 2 and "Error: " in result.output and message in result.output
 
 
 def test_dump_of_a_file_that_is_not_there():

@@ -27,7 +27,7 @@ def unit_of(program: Any, *args: torch.Tensor, **options: Any) -> Unit:
     units: list[Unit] = []
 
     def compiler(gm, example_inputs):
-        gm, unit = backend._unit(gm, example_inputs, options, {})
+        gm, unit = backend.make_unit(gm, example_inputs, options, {})
         units.append(unit)
         return eager.compile_unit(gm, example_inputs, unit)
 

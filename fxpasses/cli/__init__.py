@@ -8,6 +8,7 @@ import click
 
 from fxpasses import __version__
 from fxpasses.cli.dump import dump
+from fxpasses.cli.errors import Command
 
 
 @click.group()
@@ -19,7 +20,7 @@ def main() -> None:
 main.add_command(dump)
 
 
-@main.command()
+@main.command(cls=Command)
 def passes() -> None:
     """List the passes: stage, contract, options and where these take their default from."""
     from fxpasses.passes.base import FROM_GROUP

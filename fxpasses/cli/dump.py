@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fxpasses.cli.errors import Command
+
 if TYPE_CHECKING:
     from fxpasses.graph import TrainingGraph
     from fxpasses.passes.base import Pass
     from fxpasses.pipeline import Done
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("pipeline")
 @click.option(
@@ -27,13 +29,6 @@ def dump(program: Path, pipeline: str, output: Path | None) -> None:
     PROGRAM is a file that torch.export.save wrote, PIPELINE a string such as "cast{dtype=bf16}". The rules that
     every graph obeys are checked after each pass. The program stays in the mode that it was exported in.
     """
-    try:
-        _dump(program, pipeline, output)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
-
-
-def _dump(program: Path, pipeline: str, output: Path | None) -> None:
     import torch
 
     from fxpasses.config import Hardening

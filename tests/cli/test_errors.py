@@ -1,0 +1,61 @@
+"""One line and exit code 2 for what the user got wrong; a traceback for what we did."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from fxpasses.cli.errors import Command, InputError, one_line, raised_in
+
+
+def run(error: BaseException, *arguments: str) -> Result:
+    @click.command(cls=Command)
+    def command() -> None:
+        raise error
+
+    return CliRunner().invoke(command, arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("option 'x': got 1\nmore of it"), "Error: option 'x': got 1"),
+        (InputError("a.py: no such file"), "Error: a.py: no such file"),
+        (FileNotFoundError(2, "No such file", "a.pt2"), "Error: a.pt2: No such file"),
+        (ValueError(""), "Error: ValueError: "),
+    ],
+)
+def test_the_users_errors_are_one_line(error, line):
+    result = run(error)
+    assert result.exit_code == 2 and result.output == f"{line}\n"
+
+
+def test_traceback_raises_it():
+    result = run(ValueError("wrong"), "--traceback")
+    assert isinstance(result.exception, ValueError) and result.exit_code == 1
+
+
+def test_what_is_not_the_users_is_raised():
+    result = run(AssertionError("ours"))
+    assert isinstance(result.exception, AssertionError) and "Error:" not in result.output
+
+
+def test_an_error_of_a_library_says_its_kind():
+    assert one_line(RuntimeError("\n\n  broken\nmore")) == "RuntimeError: broken"
+
+
+def test_users_code_is_named_by_its_last_line(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("import json\n\n\ndef f():\n    return json.loads('{')\n")
+    namespace: dict = {}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    with pytest.raises(ValueError) as caught:
+        namespace["f"]()
+    message = str(raised_in(caught.value, "mine"))
+    assert message.startswith(f"{path}:5: JSONDecodeError: Expecting property name")
+    assert "\n" not in message
+
+
+def test_code_without_a_line_is_named():
+    assert str(raised_in(KeyError("x"), "mine:f")) == "mine:f: KeyError: 'x'"
