@@ -8,7 +8,8 @@ All of it is deterministic, and no decision depends on a clock: every rank comes
 
 List schedules: Kolisch and Hartmann, 1999, "Heuristic algorithms for the resource-constrained project
 scheduling problem". The bound of one resource is Jackson's preemptive schedule (Carlier and Pinson, 1989).
-Annealing by exchanging critical neighbours: van Laarhoven et al., 1992, "Job shop scheduling by simulated annealing".
+Annealing by exchanging critical neighbours: van Laarhoven et al., 1992, "Job shop scheduling by simulated
+annealing".
 """
 
 from __future__ import annotations

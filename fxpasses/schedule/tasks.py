@@ -1,7 +1,7 @@
 """Tasks, and when each of them runs.
 
-    compute   ██ A ██░░ B ░░      A task occupies its resource alone, once all tasks that it comes after have
-    link:0          ▒▒ C ▒▒       ended. What it holds is held until the last task behind it has ended.
+compute   ██ A ██░░ B ░░      A task occupies its resource alone, once all tasks that it comes after have
+link:0          ▒▒ C ▒▒       ended. What it holds is held until the last task behind it has ended.
 """
 
 from __future__ import annotations

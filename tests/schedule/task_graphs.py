@@ -36,7 +36,9 @@ def random_tasks(count: int, seed: int, resources: int, links: int) -> list[Task
         near = range(max(0, i - 50), i)
         after = dice.sample(near, min(len(near), dice.randint(0, links)))
         resource = f"r{dice.randrange(resources)}"
-        tasks.append(Task(f"t{i}", dice.random(), resource, tuple(sorted(after)), dice.randrange(100)))
+        tasks.append(
+            Task(f"t{i}", dice.random(), resource, tuple(sorted(after)), dice.randrange(100))
+        )
     return tasks
 
 
@@ -71,7 +73,10 @@ def optimum(tasks: list[Task], memory_cap: int, known: float) -> float:
         for i, end in running.items():
             loads[tasks[i].resource] = loads.get(tasks[i].resource, 0.0) + end - now
         ends = [end + far[i] - tasks[i].duration for i, end in running.items()]
-        if max([*ends, *(now + far[i] for i in waiting), *(now + x for x in loads.values())]) >= best:
+        if (
+            max([*ends, *(now + far[i] for i in waiting), *(now + x for x in loads.values())])
+            >= best
+        ):
             return
         key = (done, tuple(sorted((i, end - now) for i, end in running.items())), least)
         if seen.get(key, float("inf")) <= now:
