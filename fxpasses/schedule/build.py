@@ -80,14 +80,14 @@ def build(
     sizes = sizes_of(graph.graph)
     position: dict[fx.Node, int] = {}  # of the task that makes a node's value
     tasks: list[Task] = []
-    computed = -1  # the last task of the model's own computation
+    own = -1  # the last task that is not about a bucket: these keep their order
     for i, work in enumerate(works):
         after = set(_before(work, position))
         if work.kind == LINK:
             after = {i - 1}
-        if work.kind == COMPUTE:
-            after |= {computed} - {-1}
-            computed = i
+        if not work.bucket and work.kind != LINK:
+            after |= {own} - {-1}
+            own = i
         for node in work.nodes:
             position[node] = i
         group = str(work.nodes[0].args[-1]) if work.kind == LINK else ""

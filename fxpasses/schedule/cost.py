@@ -19,7 +19,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -42,8 +42,8 @@ SYMBOLS = Machine(
 )
 """A machine whose rates are symbols."""
 
-Amount = int | sympy.Expr
-Coded = tuple[tuple[str, Amount], ...]  # (scheme, elements)
+Amount: TypeAlias = Any  # a whole number, or a sympy expression in symbolic sizes
+Coded: TypeAlias = tuple[tuple[str, Amount], ...]  # (scheme, elements)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,13 +52,15 @@ class Machine:
 
     @classmethod
     def parse(cls, given: Any) -> Machine:
-        """From a mapping of some of the fields; the others keep their defaults.
+        """From a mapping of some of the fields, or the text of one; the others keep their defaults.
 
         Raises:
             ValueError: naming the key that is wrong, and what would work.
         """
-        if given is None or isinstance(given, Machine):
+        if not given or isinstance(given, Machine):
             return given or cls()
+        if isinstance(given, str):
+            given = _from_text(given)
         if not isinstance(given, Mapping):
             raise ValueError(f"option 'machine': got {given!r}; expected a mapping")
         fields = {field.name for field in dataclasses.fields(cls)}
@@ -71,7 +73,7 @@ class Machine:
             if key in ("encode_s", "decode_s"):
                 found[key] = _rates(key, value)
             else:
-                _check_rate(key, value, least=0.0 if key.endswith("_s") else None)
+                _check_rate(key, value, least=0.0 if key.endswith(("_s", "latency")) else None)
                 found[key] = float(value)
         return cls(**found)
 
@@ -83,6 +85,39 @@ class Machine:
         for name in ("encode_s", "decode_s"):
             parts += ["", f"[machine.{name}]", *(f"{k} = {v:.6g}" for k, v in rates[name].items())]
         return "\n".join(parts) + "\n"
+
+
+def machine_text(given: Any) -> str:
+    """A mapping as it stands in a pipeline string: `flops=8e+10;encode_s.int8=1e-09`, what is not default.
+
+    Raises:
+        ValueError: as `Machine.parse` does.
+    """
+    machine, default = Machine.parse(given), Machine()
+    words = []
+    for field in dataclasses.fields(Machine):
+        value, usual = getattr(machine, field.name), getattr(default, field.name)
+        if isinstance(value, Mapping):
+            words += [f"{field.name}.{k}={v!r}" for k, v in value.items() if v != usual[k]]
+        elif value != usual:
+            words.append(f"{field.name}={value!r}")
+    return ";".join(words)
+
+
+def _from_text(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(";"))):
+        key, _, word = (part.strip() for part in item.partition("="))
+        head, dot, scheme = key.partition(".")
+        try:
+            value: Any = float(word)
+        except ValueError:
+            value = word  # to be refused with its key
+        if dot:
+            found.setdefault(head, {})[scheme] = value
+        else:
+            found[head] = value
+    return found
 
 
 def _rates(key: str, value: Any) -> dict[str, float]:

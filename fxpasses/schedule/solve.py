@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import networkx as nx
 
-from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, timed
+from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, queued, timed
 
 # Placements of single tasks that the improvement may try: some tenths of a second.
 PLACEMENTS = 200_000
@@ -69,8 +69,11 @@ def solve(
     order = in_order(tasks)
     heads, tails = _heads(tasks), _tails(tasks)
     bound = lower_bound(tasks, heads, tails)
-    given = timed(tasks, order, memory_cap)
-    found = [given] if given is not None else []
+    as_given = queued(tasks, order)
+    orders = [] if memory_cap is None else [as_given.order, order, _frugal(tasks)]
+    capped = [timed(tasks, o, memory_cap) for o in orders] or [as_given]
+    found = [schedule for schedule in capped if schedule is not None]
+    given = min((schedule.makespan for schedule in found), default=math.inf)
     for priority in _priorities(tasks, heads, tails):
         if any(_reaches(s, bound) for s in found):
             break
@@ -83,7 +86,52 @@ def solve(
         )
     best = min(found, key=lambda s: s.makespan)  # the first, where several are equal
     best = _improved(best, bound, memory_cap, placements)
-    return Solution(best, min(bound, best.makespan), given.makespan if given else math.inf)
+    return Solution(best, min(bound, best.makespan), given)
+
+
+def postponed(schedule: Schedule, which: Sequence[int], memory_cap: int | None = None) -> Schedule:
+    """Let some tasks start as late as costs nothing: a plan is a guess, and what is awaited later is waited for
+    less if it comes later than planned.
+
+    Args:
+        which: positions of the tasks: all of them, or else the two halves, and so on.
+    """
+    chosen = set(which)
+    order = _last_moment(schedule.tasks, schedule.order, chosen)
+    if memory_cap is None:
+        tried: Schedule | None = queued(schedule.tasks, order)
+    else:
+        tried = timed(schedule.tasks, order, memory_cap)
+    if tried is not None and tried.makespan <= schedule.makespan * (1 + 1e-12):
+        return tried
+    if len(chosen) < 2:
+        return schedule
+    place = {i: p for p, i in enumerate(schedule.order)}
+    late = sorted(chosen, key=place.__getitem__)
+    middle = len(late) // 2
+    return postponed(postponed(schedule, late[middle:], memory_cap), late[:middle], memory_cap)
+
+
+def _last_moment(tasks: Sequence[Task], order: Sequence[int], chosen: set[int]) -> list[int]:
+    """The order with each chosen task right in front of the first one that comes after it."""
+    left = [0] * len(tasks)
+    for task in tasks:
+        for j in task.after:
+            left[j] += 1
+    found: list[int] = []  # from the end on
+    for start in [*(i for i in reversed(order) if i in chosen and not left[i]), *reversed(order)]:
+        pending = [start] if start not in chosen or not left[start] else []
+        while pending:
+            i = pending.pop()
+            if left[i] < 0:
+                continue  # stands there already
+            found.append(i)
+            left[i] = -1
+            for j in sorted(tasks[i].after):
+                left[j] -= 1
+                if j in chosen and left[j] == 0:
+                    pending.append(j)
+    return found[::-1]
 
 
 def critical_path(tasks: Sequence[Task]) -> list[int]:
@@ -95,6 +143,11 @@ def critical_path(tasks: Sequence[Task]) -> list[int]:
     )
     graph.add_weighted_edges_from((i, -1, task.duration) for i, task in enumerate(tasks))
     return [i for i in nx.dag_longest_path(graph) if i >= 0]
+
+
+def lower_bound_of(tasks: Sequence[Task]) -> float:
+    """Seconds that no order of these tasks can beat."""
+    return lower_bound(tasks, _heads(tasks), _tails(tasks))
 
 
 def lower_bound(tasks: Sequence[Task], heads: Sequence[float], tails: Sequence[float]) -> float:
@@ -169,6 +222,31 @@ def _priorities(
             own = tasks[i].duration if tasks[i].resource != tasks[j].resource else 0.0
             behind[j] = max(behind[j], own + behind[i])
     return [far, behind, program, [tail - head for tail, head in zip(far, heads, strict=True)]]
+
+
+def _frugal(tasks: Sequence[Task]) -> list[int]:
+    """An order that holds little: what lets go of more than it takes comes first, then what comes first."""
+    readers = [0] * len(tasks)
+    behind: list[list[int]] = [[] for _ in tasks]
+    for i, task in enumerate(tasks):
+        for j in set(task.after):
+            readers[j] += 1
+            behind[j].append(i)
+    takes = [
+        task.memory > sum(tasks[j].memory / readers[j] for j in set(task.after)) for task in tasks
+    ]
+    missing = [len(set(task.after)) for task in tasks]
+    ready = [(takes[i], i) for i, count in enumerate(missing) if count == 0]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(i)
+        for k in behind[i]:
+            missing[k] -= 1
+            if missing[k] == 0:
+                heapq.heappush(ready, (takes[k], k))
+    return order
 
 
 def list_schedule(
@@ -274,31 +352,12 @@ def _reaches(schedule: Schedule, bound: float) -> bool:
 def _tried(
     tasks: Sequence[Task], order: list[int], memory_cap: int | None, dice: random.Random
 ) -> Schedule | None:
-    """An order, as it is or settled. A settled one is mostly better, but knows of no cap; without a cap it is
-    what `timed` would make of it.
-    """
+    """An order, as it is or as queues would settle it: mostly better, but they know of no cap."""
     if memory_cap is None:
-        return _settled(tasks, order)
+        return queued(tasks, order)
     if dice.random() < 0.5:
-        order = list(_settled(tasks, order).order)
+        order = list(queued(tasks, order).order)
     return timed(tasks, order, memory_cap)
-
-
-def _settled(tasks: Sequence[Task], order: Sequence[int]) -> Schedule:
-    """Each task as soon as what it comes after, and its predecessor on its resource, have ended."""
-    starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    free: dict[str, float] = {}
-    for i in order:
-        task = tasks[i]
-        start = free.get(task.resource, 0.0)
-        for j in task.after:
-            if ends[j] > start:
-                start = ends[j]
-        starts[i], ends[i] = start, start + task.duration
-        free[task.resource] = ends[i]
-    place = {i: p for p, i in enumerate(order)}
-    settled = sorted(order, key=lambda i: (starts[i], place[i]))
-    return Schedule(tuple(tasks), tuple(settled), tuple(starts))
 
 
 def _swaps(schedule: Schedule) -> list[tuple[int, int]]:

@@ -98,13 +98,32 @@ def in_order(tasks: Sequence[Task]) -> range:
     return range(len(tasks))
 
 
+def queued(tasks: Sequence[Task], order: Sequence[int]) -> Schedule:
+    """Let each resource work off its tasks in an order: one starts when what it comes after, and what stands in
+    front of it on its resource, have ended. So runs a program that launches what it sends, and goes on.
+    """
+    starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
+    free: dict[str, float] = {}
+    for i in order:
+        task = tasks[i]
+        start = free.get(task.resource, 0.0)
+        for j in task.after:
+            if ends[j] > start:
+                start = ends[j]
+        starts[i], ends[i] = start, start + task.duration
+        free[task.resource] = ends[i]
+    place = {i: p for p, i in enumerate(order)}
+    by_start = sorted(order, key=lambda i: (starts[i], place[i]))
+    return Schedule(tuple(tasks), tuple(by_start), tuple(starts))
+
+
 def timed(
     tasks: Sequence[Task], order: Sequence[int], memory_cap: int | None = None
 ) -> Schedule | None:
     """Run the tasks in an order: none starts before the one in front of it has started, each as soon as it can.
 
-    So runs a program whose collectives are asynchronous. Some order gives the shortest schedule there is: run
-    the tasks of any schedule in the order of its starts, and none starts later than it did.
+    Some order gives the shortest schedule there is: run the tasks of any schedule in the order of its starts,
+    and none starts later than it did. Queues (`queued`) end no later, but know of no cap on memory.
 
     Args:
         order: positions of the tasks; each behind those that it comes after.

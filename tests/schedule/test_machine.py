@@ -27,7 +27,7 @@ def test_a_table_reads_back():
         (3, "got 3; expected a mapping"),
         ({"flop": 1.0}, "unknown key 'flop'; did you mean 'flops'?"),
         ({"flops": 0}, "got flops=0; expected a positive number"),
-        ({"latency": "20us"}, "got latency='20us'; expected a positive number"),
+        ({"memory": "20us"}, "got memory='20us'; expected a positive number"),
         ({"host_s": -1.0}, "got host_s=-1.0; expected a number, 0 or more"),
         ({"encode_s": {"int3": 1.0}}, "encode_s has no scheme 'int3'"),
         ({"decode_s": 1.0}, "got decode_s=1.0; expected a mapping of schemes"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, timed
+from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, queued, timed
 from tests.schedule.task_graphs import task_graphs
 
 CHAIN = [
@@ -65,9 +65,24 @@ def test_a_task_waits_for_room():
 
 @given(task_graphs(most=20, memory=True))
 def test_the_order_given_keeps_all_rules(tasks):
-    schedule = timed(tasks, in_order(tasks))
+    schedule, queues = timed(tasks, in_order(tasks)), queued(tasks, in_order(tasks))
     assert schedule is not None
     check(schedule)
+    check(queues)
+    assert queues.makespan <= schedule.makespan
+    again = timed(tasks, queues.order)
+    assert again is not None and again.starts == queues.starts
+
+
+def test_a_launch_does_not_wait_for_the_link_to_be_free():
+    tasks = [
+        Task("send a", 5, "link:0"),
+        Task("send b", 5, "link:0"),
+        Task("compute", 3, "compute"),
+    ]
+    assert queued(tasks, range(3)).starts == (0, 5, 0)
+    waiting = timed(tasks, range(3))
+    assert waiting is not None and waiting.starts == (0, 5, 5)
 
 
 @given(task_graphs(most=20, memory=True), st.integers(0, 30))
