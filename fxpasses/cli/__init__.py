@@ -9,6 +9,7 @@ import click
 from fxpasses import __version__
 from fxpasses.cli.dump import dump
 from fxpasses.cli.errors import Command
+from fxpasses.cli.plan import plan
 
 
 @click.group()
@@ -18,6 +19,7 @@ def main() -> None:
 
 
 main.add_command(dump)
+main.add_command(plan)
 
 
 @main.command(cls=Command)

@@ -187,7 +187,7 @@ def _plan(
         schedule,
         lower_bound_of(program.tasks),
         tuple(_buckets(program, schedule, world)),
-        _memory(backwards, schedule),
+        _memory(joints, backwards, schedule),
         closed_form(work.cost for work in program.works),
     )
 
@@ -264,15 +264,22 @@ def _blocked(program: Program, schedule: Schedule) -> dict[int, float]:
     return found
 
 
-def _memory(backwards: Sequence[TrainingGraph], schedule: Schedule) -> dict[str, int]:
+def _memory(
+    joints: Sequence[TrainingGraph], backwards: Sequence[TrainingGraph], schedule: Schedule
+) -> dict[str, int]:
     """Bytes of what a rank holds around and in its backwards."""
-    found = {"parameters": 0, "saved": 0, "residuals": 0, "gradients": 0}
-    names = {"parameter": "parameters", "saved": "saved", "state": "residuals"}
+    found = {"parameters": 0, "saved": 0, "state": 0, "gradients": 0}
+    inputs: set[str] = set()
+    for graph in joints:
+        sizes = sizes_of(graph.graph)
+        inputs |= {node.name for node, _ in graph.inputs()}
+        for node, _ in graph.inputs("parameter"):
+            found["parameters"] += _number(bytes_of(node), sizes)
     for graph in backwards:
         sizes = sizes_of(graph.graph)
         for node, role in graph.inputs():
-            if role.kind in names:
-                found[names[role.kind]] += _number(bytes_of(node), sizes)
+            if role.kind in ("saved", "state") and node.name not in inputs:
+                found[role.kind] += _number(bytes_of(node), sizes)
         for gradient in graph.gradients():
             found["gradients"] += _number(bytes_of(gradient.node), sizes)
     return {**found, "in flight": schedule.peak_memory}

@@ -17,6 +17,7 @@ from fxpasses.schedule.build import WAIT, Program
 from fxpasses.schedule.tasks import CODEC, COMPUTE, LINK, Schedule
 
 TRACKS = (COMPUTE, CODEC, LINK)
+_WITHIN = {LINK: 0.999, WAIT: 1.0}  # of a slice: where arrows start or go through
 COLORS = {COMPUTE: "#4c78a8", CODEC: "#f58518", LINK: "#54a24b"}
 
 
@@ -110,8 +111,8 @@ def _arrows(rank: int, slices: Sequence[Slice]) -> list[dict[str, Any]]:
                 "id": rank * 1_000_000 + number,
                 "pid": rank,
                 "tid": TRACKS.index(one.track),
-                # An arrow starts where its slice ends, and binds to the slice around it.
-                "ts": (one.start + (one.duration * 0.999 if place == 0 else 0.0)) * 1e6,
+                # It binds to the slice around it: just before a transfer's end, at the end of a wait.
+                "ts": (one.start + one.duration * _WITHIN.get(one.kind, 0.0)) * 1e6,
             }
             found.append(event | ({"bp": "e"} if place == last else {}))
     return found
