@@ -7,6 +7,7 @@ under torchrun     the same on all ranks at once, since they may share cores; a 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import time
@@ -45,18 +46,33 @@ def calibrated(program: Callable[..., Any] | None, args: Sequence[Any]) -> Machi
     if joined and not is_initialized():
         dist.init_process_group("gloo")
     try:
-        rates = _compute_rates()
+        machine = measured_rates()
         if program is not None and graphs is not None:
-            predicted_s = plan_step(graphs, Machine.parse(rates), 1).step_s
-            rates = _scaled(rates, predicted_s / _step_seconds(program, args))
-        rates |= _codec_rates()
-        if joined:
-            rates |= _link_rates()
-        rates = _slowest(rates) if joined else rates
-        return Machine.parse(rates) if not joined or dist.get_rank() == 0 else None
+            predicted_s = plan_step(graphs, machine, 1).step_s
+            machine = scaled(machine, predicted_s / _step_seconds(program, args))
+        return machine if not joined or dist.get_rank() == 0 else None
     finally:
         if joined:
             dist.destroy_process_group()
+
+
+def measured_rates() -> Machine:
+    """Rates of this process, or of the slowest rank of the default process group, which all have to call it."""
+    rates = {**_compute_rates(), **_codec_rates()}
+    if is_initialized():
+        rates = _slowest(rates | _link_rates())
+    return Machine.parse(rates)
+
+
+def scaled(machine: Machine, factor: float) -> Machine:
+    """All rates of computing, so that what they predict takes `1 / factor` of the time."""
+    return dataclasses.replace(
+        machine,
+        flops=machine.flops * factor,
+        flops_16=machine.flops_16 * factor,
+        memory=machine.memory * factor,
+        operator_s=machine.operator_s / factor,
+    )
 
 
 def _timed(run: Callable[[], Any]) -> float:
@@ -97,12 +113,6 @@ def _step_seconds(program: Callable[..., Any], args: Sequence[Any]) -> float:
     for _ in range(2):
         step()
     return _timed(step)
-
-
-def _scaled(rates: dict[str, Any], factor: float) -> dict[str, Any]:
-    """All rates of computing, so that what they predict takes `1 / factor` of the time."""
-    faster = {key: rates[key] * factor for key in ("flops", "flops_16", "memory")}
-    return rates | faster | {"operator_s": rates["operator_s"] / factor}
 
 
 def _codec_rates() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ from fxpasses.distributed.fake import fake_world
 from fxpasses.distributed.group import resolve
 from fxpasses.graph import TrainingGraph, ancestors, copied
 from fxpasses.pipeline import build as build_pipeline
-from fxpasses.schedule.build import WAIT, Program, build
+from fxpasses.schedule.build import LAUNCH, WAIT, Program, Work, build
 from fxpasses.schedule.choose import choose
-from fxpasses.schedule.cost import bytes_of, closed_form, sizes_of
+from fxpasses.schedule.cost import Cost, Transfer, bytes_of, closed_form, seconds, sizes_of
 from fxpasses.schedule.machine import Machine
 from fxpasses.schedule.solve import lower_bound_of
-from fxpasses.schedule.tasks import LINK, Schedule, Task, in_order, queued
+from fxpasses.schedule.tasks import COMPUTE, LINK, Schedule, Task, in_order, queued
 from fxpasses.trace import TracedGraph
 
 
@@ -176,9 +177,9 @@ def _plan(
     if not backwards:
         raise ValueError("the program records no backward, so there is nothing to plan")
     forwards = [_forward(joint, machine, world) for joint in joints]
-    program = _one_after_the_other(
-        [*forwards, *(build(graph, machine, world) for graph in reversed(backwards))]
-    )
+    agreement = _agreement(machine, world)
+    parts = [[agreement, build(graph, machine, world)] for graph in reversed(backwards)]
+    program = _one_after_the_other([*forwards, *itertools.chain(*parts)])
     schedule = queued(program.tasks, in_order(program.tasks))
     return Plan(
         world,
@@ -199,6 +200,22 @@ def _forward(joint: TrainingGraph, machine: Machine, world: int) -> Program:
     outputs = [n for kind in ("output", "mutation") for _, n, _ in joint.outputs(kind)]
     needed = ancestors(n for n in outputs if isinstance(n, torch.fx.Node))
     return build(joint, machine, world, only=needed)
+
+
+def _agreement(machine: Machine, world: int) -> Program:
+    """The all-reduce of four integers in front of each backward, which is no part of its graph."""
+    if world == 1:
+        return Program((), ())
+    sent = Transfer("all_reduce", 4 * 8)
+    works = (Work(LAUNCH, (), Cost(sent=sent)), Work(LINK, (), sent), Work(WAIT, (), Cost()))
+    resources = (COMPUTE, f"{LINK}:agreement", COMPUTE)
+    return Program(
+        works,
+        tuple(
+            Task("agreement", seconds(work.cost, machine, world), resource, (i - 1,) if i else ())
+            for i, (work, resource) in enumerate(zip(works, resources, strict=True))
+        ),
+    )
 
 
 def _one_after_the_other(programs: Sequence[Program]) -> Program:

@@ -45,7 +45,7 @@ def predicted(program: Program, schedule: Schedule) -> list[Slice]:
     """The slices of a schedule. A wait is as long as the host stands still for it."""
     numbers: dict[tuple[str, ...], int] = {}
     for work in program.works:
-        if work.kind == LINK:
+        if work.kind == LINK and work.bucket:
             numbers.setdefault(work.bucket, len(numbers))
     found, host = [], 0.0
     for i in schedule.order:
@@ -157,7 +157,7 @@ def draw(path: Path, ranks: Mapping[int, Sequence[Slice]], title: str = "") -> N
         axes.broken_barh(busy, (row - 0.4, 0.8), color=COLORS[track], edgecolor="white", lw=0.3)
         axes.broken_barh(waits, (row - 0.4, 0.8), color="none", edgecolor="#b00000", hatch="///")
         for one in mine:
-            if one.kind == LINK:
+            if one.kind == LINK and one.bucket is not None:
                 middle = 1e3 * (one.start + one.duration / 2)
                 axes.text(middle, row, str(one.bucket), ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(rows)), [f"rank {rank} {track}" for rank, track in rows])
