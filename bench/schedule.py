@@ -5,9 +5,9 @@
 For each number of ranks two runs, each with every rank on its link. The first calibrates: rates of computing
 and coding with all ranks at once, the link, and each model's step without any communication. The second times
 steps of each scheme and of DDP in turn. What is predicted comes from the first alone: no step that sends
-anything is part of it. `bound` is 1.05 times the larger of computing and coding (measured, without communication,
-and the cost model's) and the bytes to send divided by the rate, plus the last bucket's tail. `--keep` also writes
-bench/results/schedule.txt.
+anything is part of it. `bound` is 1.05 times the larger of computing and coding (measured, without
+communication, and the cost model's) and the bytes to send divided by the rate, plus the last bucket's tail.
+`--keep` also writes bench/results/schedule.txt.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ def rows(args: argparse.Namespace, ranks: int) -> Iterator[Row]:
         machines[name] = dataclasses.asdict(rates)
         for scheme in args.schemes:
             chosen = {"bucket_mb": args.bucket_mb, **options(args, scheme, machines[name])}
-            plans[name, scheme] = plan_step(trace(model, (inputs,), chosen, world=ranks), rates, ranks)
+            plans[name, scheme] = plan_step(
+                trace(model, (inputs,), chosen, world=ranks), rates, ranks
+            )
     os.environ[MACHINES] = json.dumps(machines)
     second = result_of(_run(ranks, args.rate, "--worker"))
     bytes_per_s = float(args.rate[:-4]) * BITS_PER_S[args.rate[-4:]] / 8

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fxpasses.codecs import codec_of
 from fxpasses.compression import Scheme
 from fxpasses.distributed.group import is_initialized
-from fxpasses.exchange import exchange_of
 from fxpasses.schedule.machine import Machine
 from fxpasses.schedule.plan import plan_step
 from fxpasses.trace import trace
@@ -119,13 +119,13 @@ def _codec_rates() -> dict[str, Any]:
     flat, residual = torch.randn(_CODED), torch.zeros(_CODED)
     encode_s, decode_s = {}, {}
     for scheme in Machine().encode_s:
-        exchange = exchange_of(Scheme(scheme), [_CODED], "", 2, 0)
+        codec = codec_of(Scheme(scheme), [_CODED], "", 2, 0)
         old = residual if Scheme(scheme).has_residual else None
-        payload, _ = exchange.encode(flat, old)
+        payload, _ = codec.encode(flat, old, None)
         arrived = torch.cat([payload, payload])
-        encode_s[scheme] = _timed(partial(exchange.encode, flat, old)) / _CODED
+        encode_s[scheme] = _timed(partial(codec.encode, flat, old, None)) / _CODED
         payloads = 1 if scheme == "topk" else 2  # how its elements are counted
-        decode_s[scheme] = _timed(partial(exchange.decode, arrived)) / _CODED / payloads
+        decode_s[scheme] = _timed(partial(codec.decode, arrived)) / _CODED / payloads
     return {"encode_s": encode_s, "decode_s": decode_s}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator
 
+from fxpasses.compression import adapts
 from fxpasses.config import Hardening
 from fxpasses.graph import TrainingGraph, copied
 from fxpasses.pipeline import Pipeline
@@ -65,8 +66,10 @@ def _tried(
 
 
 def _less_compressed(compression: str, program: Program) -> Iterator[str]:
-    """Option `compression` without the first bucket, the first two, the first four, …"""
-    if not compression:
+    """Option `compression` without the first bucket, the first two, the first four, …; levels that change from
+    step to step are left to themselves.
+    """
+    if not compression or adapts(compression):
         return
     buckets = list(dict.fromkeys(w.bucket for w in program.works if w.kind == LINK and w.bucket))
     count = 1
