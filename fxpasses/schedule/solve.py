@@ -352,12 +352,18 @@ def _reaches(schedule: Schedule, bound: float) -> bool:
 def _tried(
     tasks: Sequence[Task], order: list[int], memory_cap: int | None, dice: random.Random
 ) -> Schedule | None:
-    """An order, as it is or as queues would settle it: mostly better, but they know of no cap."""
+    """An order, read in one of several ways. Without a cap, queues: nothing ends sooner. With one, which they
+    know nothing of, as it is, as queues would settle it, or as priorities: what finds no room is passed over.
+    """
     if memory_cap is None:
         return queued(tasks, order)
-    if dice.random() < 0.5:
-        order = list(queued(tasks, order).order)
-    return timed(tasks, order, memory_cap)
+    way = dice.randrange(3)
+    if way == 0:
+        priority = [0.0] * len(tasks)
+        for place, i in enumerate(order):
+            priority[i] = -place
+        return list_schedule(tasks, priority, memory_cap)
+    return timed(tasks, order if way == 1 else queued(tasks, order).order, memory_cap)
 
 
 def _swaps(schedule: Schedule) -> list[tuple[int, int]]:
