@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxpasses.schedule.machine import Machine
 
+PENDING = "accumulation"  # what adds pending gradients, as their provenance says
 WORLD = sympy.Symbol("W", positive=True, integer=True)
 
 
@@ -166,8 +167,12 @@ def amount(value: Any) -> Amount:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node computes nothing: its result shares memory with what it reads, or is part of it."""
-    if node.target is operator.getitem:
+    """Whether a node costs nothing: its result shares memory with what it reads, or is part of it.
+
+    What waits in `.grad` is added for nothing too: ranks that have something waiting plan as those that don't.
+    """
+    origin = node.meta.get("provenance")
+    if node.target is operator.getitem or (origin is not None and origin.pass_name == PENDING):
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False

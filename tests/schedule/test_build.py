@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from fxpasses.graph import TrainingGraph
+from fxpasses.pipeline import Pipeline
+from fxpasses.registry import parse_pipeline
 from fxpasses.schedule.build import Program, build
 from fxpasses.schedule.machine import Machine
 from fxpasses.schedule.tasks import in_order, queued
 from fxpasses.trace import trace
-from tests.graphs import mlp
+from fxpasses.variants import SYNCHRONISE, TOTAL, Variant, prepare
+from tests.graphs import WORLD, backward_of, mlp
 
 
 def backward(world: int, compression: str = "none", **options) -> TrainingGraph:
@@ -43,6 +46,29 @@ def test_a_bucket_is_filled_coded_sent_and_decoded(world, compression, expected)
         assert [k for k, _ in itertools.groupby(found)][: len(expected)] == [
             k for k, _ in itertools.groupby(expected)
         ]
+
+
+@pytest.mark.parametrize("exchange", ["gradient_sync", "compress{scheme=int8}"])
+def test_what_waits_to_be_reduced_changes_no_plan(fake_world, exchange):
+    """Ranks that differ in it send the same in the same order."""
+    programs, model = [], mlp(8, 16, 16, 4)
+    for mode in (SYNCHRONISE, TOTAL):
+        graph = backward_of(lambda x: model(x).sum(), torch.ones(4, 8))
+        prepare(graph, Variant(mode))
+        assert bool(graph.inputs("state")) == (mode == TOTAL)
+        pipeline = Pipeline(parse_pipeline(f"bucketing{{mb=0.0005}},{exchange}"))
+        environment = {"reduce": "mean", "group": fake_world, "world": WORLD, "rank": 0}
+        pipeline.bind(**environment).run("backward", graph)
+        programs.append(build(graph, Machine(), WORLD))
+    one, total = programs
+    assert [w.kind for w in one.works] == [w.kind for w in total.works]
+    for a, b in zip(one.tasks, total.tasks, strict=True):
+        assert (a.duration, a.resource, a.after, a.memory) == (
+            b.duration,
+            b.resource,
+            b.after,
+            b.memory,
+        )
 
 
 def test_one_rank_only_computes():
