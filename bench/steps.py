@@ -44,8 +44,9 @@ def result_of(output: str) -> dict[str, Any]:
     return json.loads(line.removeprefix(_RESULT))
 
 
-def hardened(bucket_mb: float) -> Wrap:
-    return lambda model: torch.compile(model, backend="hardened", options={"bucket_mb": bucket_mb})
+def hardened(bucket_mb: float, **options: Any) -> Wrap:
+    options = {"bucket_mb": bucket_mb, **options}
+    return lambda model: torch.compile(model, backend="hardened", options=options)
 
 
 def ddp(bucket_mb: float) -> Wrap:
@@ -63,18 +64,36 @@ def training_step(wrap: Wrap, batch: int, block: int) -> Step:
     """
     torch.manual_seed(0)
     model = GPT(LINK)
-    compiled = wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 256, (batch, block + 1))
+    return step_of(model, wrap(model), tokens[:, :-1], tokens[:, 1:])
+
+
+def step_of(
+    model: nn.Module,
+    compiled: Callable[..., torch.Tensor],
+    inputs: torch.Tensor,
+    classes: torch.Tensor,
+    updates: bool = True,
+) -> Step:
+    """A function that runs one training step of a classifier and returns its seconds.
+
+    Args:
+        classes: for each row of the model's logits.
+        updates: without, it ends behind the backward.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> float:
         started = time.perf_counter()
-        logits = compiled(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
+        logits = compiled(inputs)
+        F.cross_entropy(logits.flatten(0, -2), classes.flatten()).backward()
+        if updates:
+            optimizer.step()
+            optimizer.zero_grad()
+            return time.perf_counter() - started
+        seconds = time.perf_counter() - started
         optimizer.zero_grad()
-        return time.perf_counter() - started
+        return seconds
 
     return step
 

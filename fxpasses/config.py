@@ -20,6 +20,8 @@ REDUCTIONS = ("mean", "sum")
 ANY, FIXED = ORDERS = ("any", "fixed")
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 WIRE_DTYPES = PRECISIONS = ("fp32", "bf16", "fp16")
+SCHEDULES = ("fixed", "auto", "serial")
+SCHEDULE_CHECKS = ("error", "warn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,12 @@ class Hardening:
             its parameters (`{"scheme": "topk", "ratio": 0.01}`), or a mapping of parameter-name patterns to
             schemes. See `fxpasses.compression.Scheme`.
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
+        schedule: of what is sent and decoded beside what is computed: `"fixed"` (sent at once, awaited behind
+            the last computation), `"auto"` (planned, and with it the sizes of buckets and which of them are
+            compressed) or `"serial"` (awaited at once, for comparison).
+        schedule_check: what happens if the generated code does not keep that order: `"error"` or `"warn"`.
+        machine: mapping of the fields of `fxpasses.schedule.machine.Machine`, which `"auto"` plans with; the
+            same on all ranks.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
         dump: folder that receives the graph after each pass; `None`: what FXPASSES_DUMP in the
@@ -159,6 +167,9 @@ class Hardening:
     watch: Any = None
     compression: Any = "none"
     accumulate: int = 1
+    schedule: str = "fixed"
+    schedule_check: str = "error"
+    machine: Mapping[str, Any] | str = ""
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
     profile: str | os.PathLike[str] | None = None
@@ -175,6 +186,9 @@ class Hardening:
         if self.clip_norm is not None:
             _check_positive_number("clip_norm", self.clip_norm)
         Watching.parse(self.watch)
+        _check_choice("schedule", self.schedule, SCHEDULES)
+        _check_choice("schedule_check", self.schedule_check, SCHEDULE_CHECKS)
+        object.__setattr__(self, "machine", _machine_text(self.machine))
         object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
         object.__setattr__(self, "compression", _compression_text(self.compression))
         if self.passes is not None and not isinstance(self.passes, str):
@@ -254,6 +268,12 @@ def _compression_text(value: Any) -> str:
     from fxpasses.compression import compression_text
 
     return compression_text(value)
+
+
+def _machine_text(value: Any) -> str:
+    from fxpasses.schedule.machine import machine_text
+
+    return machine_text(value)
 
 
 def _check_process_group(value: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,12 +50,15 @@ def compile_unit(
     """
     calls = StepCalls(unit) if unit.is_whole_step else Calls(unit)
     patches = {**patches, "custom_partitioner_fn": _Partitioner(unit)}
+    schedule_check = unit.hardening.schedule_check
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_inference"):
             if isinstance(calls, StepCalls):
                 step = unit.take_whole_step(module)
-                compile_variant = _VariantCompiler(step.module, inputs, kwargs, patches)
+                compile_variant = _VariantCompiler(
+                    step.module, inputs, kwargs, patches, schedule_check
+                )
                 return calls.step(compile_variant.compile(step), compile_variant)
             unit.inference(module)
             return compile_fx_inner(module, inputs, **kwargs)
@@ -62,9 +66,10 @@ def compile_unit(
             unit.note_forward()
             return compile_fx_inner(module, inputs, **kwargs)
         primary = unit.backward(unit.primary)
-        compiled = _compile_backward(module, inputs, primary.events, kwargs)
+        compiled = _compile_backward(module, inputs, primary.events, kwargs, schedule_check)
         own = inputs[: len(inputs) - len(primary.states)]
-        return calls.backward(compiled, _VariantCompiler(module, own, kwargs, patches))
+        variants = _VariantCompiler(module, own, kwargs, patches, schedule_check)
+        return calls.backward(compiled, variants)
 
     with functorch_config.patch(enable_autograd_cache=False, backward_pass_autocast="off"):
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
@@ -96,7 +101,11 @@ def trace_unit(gm: fx.GraphModule, example_inputs: Sequence[Any], unit: Unit) ->
 
 
 def _compile_backward(
-    module: fx.GraphModule, inputs: Sequence[Any], events: tuple[Event, ...], kwargs: dict[str, Any]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    events: tuple[Event, ...],
+    kwargs: dict[str, Any],
+    schedule_check: str,
 ) -> Callable[[list[Any]], Any]:
     if not events:
         return compile_fx_inner(module, inputs, **kwargs)
@@ -114,7 +123,13 @@ def _compile_backward(
         raise OrderError(
             "Inductor gave no source code, so the order of collectives can't be checked"
         )
-    order.check_emitted(events, code)
+    try:
+        order.check_emitted(events, code)
+    except OrderError as error:
+        if schedule_check == "error":
+            error.add_note("schedule_check='warn' runs it nevertheless")
+            raise
+        warnings.warn(str(error), stacklevel=2)
     return compiled
 
 
@@ -124,6 +139,7 @@ class _VariantCompiler:
     Args:
         module: the variant that has been compiled.
         inputs: fake inputs that all variants share.
+        schedule_check: as the option of this name.
     """
 
     def __init__(
@@ -132,9 +148,10 @@ class _VariantCompiler:
         inputs: Sequence[Any],
         kwargs: dict[str, Any],
         patches: dict[str, Any],
+        schedule_check: str,
     ) -> None:
         self._like, self._inputs = module.graph.output_node().meta, list(inputs)
-        self._kwargs, self._patches = kwargs, patches
+        self._kwargs, self._patches, self._check = kwargs, patches, schedule_check
         self._tracing = torch._guards.TracingContext.try_get()
         self._compiling = torch._guards.CompileContext.try_get()
 
@@ -153,7 +170,8 @@ class _VariantCompiler:
         meta.update({k: v for k, v in self._like.items() if k not in meta})
         placeholders = module.graph.find_nodes(op="placeholder")
         states = [node.meta["val"] for node in placeholders[len(self._inputs) :]]
-        return _compile_backward(module, [*self._inputs, *states], backward.events, self._kwargs)
+        inputs = [*self._inputs, *states]
+        return _compile_backward(module, inputs, backward.events, self._kwargs, self._check)
 
 
 class _Partitioner(CustomPartitionerFn):

@@ -77,11 +77,11 @@ class CheckRules:
         name = previous.made_by.name if previous else "(input)"
         spec.check(graph, name)
         fingerprint = graph.fingerprint()
-        if self._signature is None:
+        if self._signature is None or previous is None:
             self._signature = spec.signature(graph)
         else:
             spec.check_signature(self._signature, graph, name)
-            spec.check_effects(self._effects, graph, name)
+            spec.check_effects(self._effects, graph, name, previous.made_by.reorders)
         self._effects = spec.effects(graph)
         if previous is not None:
             if (fingerprint != self._fingerprint) != previous.report.changed:

@@ -124,6 +124,10 @@ class Pipeline:
         """The passes with fields that come from the environment filled in."""
         return Pipeline(tuple(p.bind(environment) for p in self.passes))
 
+    def replaced(self, **environment: Any) -> Pipeline:
+        """The passes with these fields that come from the environment, whatever they hold."""
+        return Pipeline(tuple(p.replaced(environment) for p in self.passes))
+
     @property
     def spec(self) -> str:
         """The pipeline string."""
@@ -198,8 +202,10 @@ def _bound(text: str, hardening: Hardening, **group: Any) -> Pipeline:
 
 def _default(hardening: Hardening, world: int) -> str:
     exchange = "compress" if hardening.compression else "gradient_sync"
+    exchange += "{overlap=false}" if hardening.schedule == "serial" else ""
     precision = ("cast",) if hardening.precision != "fp32" else ()
     scaled, clipped = bool(hardening.loss_scale_in_graph), hardening.clip_norm is not None
+    planned = hardening.schedule == "auto" and world > 1
     lines = (
         *precision,  # first, so that all others see the graph that will run
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
@@ -207,7 +213,8 @@ def _default(hardening: Hardening, world: int) -> str:
         # Behind the compression: the next step's levels depend on what was reduced.
         *(("measure_norms",) if world > 1 and adapts(hardening.compression) else ()),
         *(("clip_norm",) if clipped else ()),  # on reduced gradients: all ranks have the same norm
-        *(("overflow",) if scaled else ()),  # last: on what the optimizer will see
+        *(("overflow",) if scaled else ()),  # on what the optimizer will see
+        *(("schedule",) if planned else ()),  # last: it moves what is there, and adds nothing
     )
     return ",".join(lines)
 

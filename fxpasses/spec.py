@@ -205,10 +205,22 @@ def effects(graph: TrainingGraph) -> list[str]:
     return [node.name for node in graph.walk() if is_effectful(node)]
 
 
-def check_effects(before: list[str], graph: TrainingGraph, after: str) -> None:
-    """Raise `SpecError` when a pass removed a node with an effect, or moved one past another."""
+def check_effects(
+    before: list[str], graph: TrainingGraph, after: str, reorders: bool = False
+) -> None:
+    """Raise `SpecError` when a pass removed a node with an effect, or moved one past another.
+
+    Args:
+        reorders: the pass may move those that passes have made, but not the program's own.
+    """
     known = set(before)
     now = [name for name in effects(graph) if name in known]
+    if reorders:
+        made = {node.name for node in graph.walk() if "provenance" in node.meta}
+        before, now = (
+            [*sorted(made & set(names)), *(n for n in names if n not in made)]
+            for names in (before, now)
+        )
     for old, new in itertools.zip_longest(before, now):
         if old != new:
             raise SpecError(

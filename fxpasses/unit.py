@@ -42,6 +42,7 @@ from fxpasses.passes.clip_norm import ClipNorm
 from fxpasses.passes.participation import flagged_outputs
 from fxpasses.pipeline import Observer, Pipeline
 from fxpasses.rewrite import Provenance, model_line
+from fxpasses.schedule.choose import choose
 from fxpasses.schedule.order import Event, events_of
 from fxpasses.scope import Scope
 from fxpasses.variants import (
@@ -259,6 +260,8 @@ class Unit:
         # What is pending was made by local backwards, their passes included.
         self._prepare(graph, variant)
         if variant.mode != LOCAL:
+            if variant.layout is None:
+                pipeline = choose(pipeline, graph, self.hardening, self.group.size)
             self._run(pipeline, "backward", graph, onlookers, local=False)
         step = None if variant.mode == LEFT else self.whole_step
         if step is not None:

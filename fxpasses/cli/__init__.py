@@ -9,6 +9,7 @@ from fxpasses.cli.bisect import bisect
 from fxpasses.cli.completion import completion
 from fxpasses.cli.dump import dump
 from fxpasses.cli.passes import passes
+from fxpasses.cli.plan import plan
 
 
 @click.group()
@@ -21,3 +22,4 @@ main.add_command(dump)
 main.add_command(passes)
 main.add_command(bisect)
 main.add_command(completion)
+main.add_command(plan)

@@ -22,21 +22,22 @@ def settings_of(passes: str | None, options: tuple[str, ...]) -> dict[str, Any]:
     from fxpasses.config import Hardening
     from fxpasses.registry import parse_pipeline
 
-    settings = dict(map(_option, options))
+    settings = dict(map(option, options))
     if passes is not None:
         settings["passes"] = passes
     parse_pipeline(Hardening.from_options(settings).passes or "")
     return settings
 
 
-def _option(word: str) -> tuple[str, Any]:
+def option(word: str) -> tuple[str, Any]:
+    """What KEY=VALUE says; the value as TOML, or a word without quotes."""
     key, equals, value = word.partition("=")
     if not equals:
         raise InputError(f"option '--option': got {word!r}; expected KEY=VALUE")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()  # a word without quotes
+        return key.strip(), value.strip()
 
 
 def run(

@@ -49,6 +49,7 @@ class Pass:
         conflicts: passes that can't stand in the same pipeline.
         local: whether the pass also runs in a backward that does not synchronise (`no_sync`, micro-batches
             but the last). Most don't: they deal with what is about to be reduced.
+        reorders: whether the pass may move what passes have launched past what they await.
         preserves_numerics: whether results stay bitwise the same. If not, `error_bound` states the bound.
         inexact: kinds of outputs (`graph.OUTPUT_KINDS`) that the bound is about; all others stay bitwise.
         idempotent: whether a second run over what the first made changes no result.
@@ -62,6 +63,7 @@ class Pass:
     provides: ClassVar[frozenset[str]] = frozenset()
     conflicts: ClassVar[frozenset[str]] = frozenset()
     local: ClassVar[bool] = False
+    reorders: ClassVar[bool] = False
     preserves_numerics: ClassVar[bool] = True
     inexact: ClassVar[frozenset[str]] = frozenset({"gradient"})
     idempotent: ClassVar[bool] = True
@@ -103,11 +105,19 @@ class Pass:
 
     def bind(self, environment: Mapping[str, Any]) -> Self:
         """This pass with the fields that come from the environment filled in, as far as it has them."""
+        missing = {
+            field.metadata["environment"]
+            for field in dataclasses.fields(self)
+            if "environment" in field.metadata and getattr(self, field.name) is None
+        }
+        return self.replaced({k: v for k, v in environment.items() if k in missing})
+
+    def replaced(self, environment: Mapping[str, Any]) -> Self:
+        """This pass with fields that come from the environment, whatever they hold."""
         found = {
             field.name: environment[field.metadata["environment"]]
             for field in dataclasses.fields(self)
             if field.metadata.get("environment") in environment
-            and getattr(self, field.name) is None
         }
         return dataclasses.replace(self, **found)
 

@@ -8,7 +8,8 @@ Two legs from three ranks on, where the scheme can be cut into shards: each rank
 payloads instead of W-1. PowerSGD has two legs of its own (`powersgd.py`). Before: buckets of one scheme each.
 After: each gradient output passed one reducing exchange; what has no scheme is all-reduced as it is. A launch
 stands right behind its bucket, the second leg's behind the next bucket's first, all other waits behind the last
-computation: the same order on every rank, and every rank decodes the same bytes.
+computation (without `overlap`, for comparison, each stands right behind its launch): the same order on every
+rank, and every rank decodes the same bytes.
 
 Error feedback (Seide et al., Interspeech 2014): a residual per parameter, a state. What the owner of a shard
 loses in the second leg goes into its own residual, W-fold since means divide by W; so there is one residual, in
@@ -67,14 +68,15 @@ class _Sent:
 @dataclasses.dataclass(frozen=True)
 class Compress(Pass):
     """Options: `scheme`, which one for which parameter (see `fxpasses.compression`); `reduce`; `dtype` of what
-    has no scheme, on the wire, and `order` of its sum. Environment: `group` (registered name of the process
-    group), `world`, `rank`; `levels` of adaptive schemes.
+    has no scheme, on the wire, and `order` of its sum; `overlap`. Environment: `group` (registered name of the
+    process group), `world`, `rank`; `levels` of adaptive schemes.
     """
 
     scheme: str | None = from_environment("compression")
     reduce: str | None = from_environment("reduce")
     dtype: str | None = from_environment("reduce_dtype")
     order: str | None = from_environment("reduce_order")
+    overlap: bool = True
     group: str | None = from_environment("group")
     world: int | None = from_environment("world")
     rank: int | None = from_environment("rank")
@@ -122,7 +124,9 @@ class Compress(Pass):
         order = graph.positions()
         end = min((one.bucket.readers[0] for one in sent), key=order.__getitem__)
         payloads = [one.launch for one in sent]
-        places = places_of_second_legs(payloads, end)
+        places = [launch.next for launch in payloads]
+        if self.overlap:
+            places = places_of_second_legs(payloads, end)
         for one, before in zip(sent, places, strict=True):
             if (one.exchange or self._dense).legs == 2:
                 self._second_leg(graph, one, before)
@@ -190,7 +194,8 @@ class Compress(Pass):
         one.bucket.mark_launch(one.launch)
 
     def _finish(self, graph: TrainingGraph, one: _Sent) -> None:
-        place, dtype, exchange = one.bucket.readers[0], one.bucket.dtype, one.exchange
+        dtype, exchange = one.bucket.dtype, one.exchange
+        place = one.bucket.readers[0] if self.overlap else one.launch.next
         if exchange is None:
             one.result = self._dense.finish(graph, one.bucket, one.launch, place)
             one.bucket.deliver(graph, one.result)

@@ -1,6 +1,6 @@
 """The order of collectives among the heavy computations: chosen on the graph, checked in generated code.
 
-Events are launches, waits and heavy operators. The compiler behind us may move everything else as it
+Events are launches, waits, heavy operators and codecs. The compiler behind us may move everything else as it
 likes; it may not move a launch past the computation that should hide it, nor a wait ahead of it.
 """
 
@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpasses.effects import is_launch, is_wait
 
+CODECS = "fxpasses"  # namespace of `custom_ops`
 HEAVY = re.compile(r"^(.*mm|.*convolution.*|.*attention.*|.*lstm.*|.*rnn.*|.*gru.*)$")
 
 
@@ -58,13 +59,13 @@ def _event(node: fx.Node) -> Event | None:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Operators that take long enough to hide communication: products, convolutions, attention, cells."""
+    """Operators that take long enough to hide communication: products, convolutions, attention, cells, and the
+    codecs of compressed buckets.
+    """
     target = node.target
-    return (
-        node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
-        and HEAVY.match(target._schema.name.split("::")[1]) is not None
-    )
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace == CODECS or HEAVY.match(target._opname) is not None
 
 
 def _payload_numel(node: fx.Node) -> int:

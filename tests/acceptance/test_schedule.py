@@ -162,3 +162,123 @@ def test_case_22_overlap_changes_no_bit(backend):
     for rank in range(2):
         pairs = zip(with_overlap[rank], without[rank], strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def options_of(schedule: str, **more) -> dict:
+    return {"schedule": schedule, "bucket_mb": 0.02, **more}
+
+
+def gradients(rank: int, variants: list[dict]) -> list[list[torch.Tensor]]:
+    """Gradients of the same steps, under each of these options."""
+    found = []
+    for options in variants:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(5)))
+        compiled = torch.compile(model, backend="hardened_aot_eager", options=options)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(2):
+            compiled(torch.randn(8, 64, generator=generator)).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        torch._dynamo.reset()
+    return found
+
+
+def assert_alike(world: int, variants: list[dict]) -> None:
+    for rank in run_ranks(gradients, world, variants):
+        first, *others = rank
+        assert all(p.abs().sum() > 0 for p in first)
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("compression", ["none", "int4"])
+def test_overlap_on_and_off_give_equal_gradients(world, compression):
+    assert_alike(world, [options_of(s, compression=compression) for s in ("serial", "fixed")])
+
+
+def test_small_and_huge_buckets_give_equal_gradients_on_two_ranks():
+    sizes = (2**-10, 1024.0)  # one KiB: a bucket a gradient; one GiB: all in one
+    assert_alike(
+        2, [{"schedule": s, "bucket_mb": mb} for mb in sizes for s in ("serial", "fixed", "auto")]
+    )
+
+
+def test_a_planned_order_gives_equal_gradients():
+    # Its second legs move; that buckets stay as they are lets the sums of four ranks be compared.
+    machine = "bandwidth=20000000.0;flops=2000000000.0;latency=0.0"
+    passes = "participation,running_stats,bucketing{mb=0.02},compress{scheme=int8}"
+    moved = f"{passes},schedule{{machine={machine}}}"
+    assert_alike(
+        4, [{"passes": passes, "compression": "int8"}, {"passes": moved, "compression": "int8"}]
+    )
+
+
+def ends_alike(rank: int) -> list[torch.Tensor]:
+    """Ranks with batches of other shapes may plan otherwise; they agree on the order of the options."""
+    torch.manual_seed(0)
+    model = three_layers()
+    machine = {"bandwidth": 1e5, "flops": 1e6, "latency": 0.0, "operator_s": 0.0}
+    options = {"schedule": "auto", "bucket_mb": 0.03, "machine": machine}
+    compiled = torch.compile(model, backend="hardened_aot_eager", options=options, dynamic=False)
+    compiled(torch.ones(1 + 63 * rank, 64)).sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_ranks_that_would_plan_otherwise_send_the_same():
+    one, two = run_ranks(ends_alike, 2)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+COMPRESSED = {
+    "all_to_all_single": "launch",
+    "all_gather_into_tensor": "launch",
+    "wait_tensor": "wait",
+    "dequantise": "decode",
+    "requantise": "decode",
+}
+
+
+def compressed_events(model: nn.Module, options: dict, *inputs: torch.Tensor) -> list[str]:
+    compiled = torch.compile(model, backend="hardened", options=options)
+    _, codes = run_and_get_code(lambda: compiled(*inputs).float().sum().backward())
+    code = next(code for code in codes if "wait_tensor" in code)
+    found = re.findall(
+        r"(?:_c10d_functional|ops\.fxpasses)\.(\w+)\.default\(|(extern_kernels\.\w*mm\()", code
+    )
+    return ["product" if product else COMPRESSED.get(name, name) for name, product in found]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("schedule", ["fixed", "auto"])
+def test_case_20_with_compression(fake_world, schedule):
+    """In two legs, a wait and what decodes come behind a later layer's products; the order given is kept."""
+    # On a link that takes no time to begin, several buckets are worth it.
+    machine = {
+        "latency": 0.0,
+        "bandwidth": 1e6,
+        "flops": 1e8,
+        "collective_s": 0.0,
+        "operator_s": 0.0,
+    }
+    options = {"bucket_mb": 0.01, "compression": "int8", "schedule": schedule, "machine": machine}
+    events = compressed_events(three_layers(), options, torch.randn(8, 64))
+    assert events.count("launch") == events.count("wait") == events.count("decode") >= 4
+    launches = [i for i, e in enumerate(events) if e == "launch"]
+    assert "product" in events[launches[0] : events.index("wait")]
+    last = max(i for i, e in enumerate(events) if e == "product")
+    for i, event in enumerate(events):
+        if event == "decode":
+            assert events[:i].count("wait") > events[:i].count("decode")
+            assert i > last or "product" in events[launches[0] : i]
+
+
+@pytest.mark.inductor
+def test_a_broken_order_may_be_a_warning(fake_world, monkeypatch):
+    honest = order.links
+    monkeypatch.setattr(order, "links", lambda events: honest(_waits_first(events)))
+    model, tokens = small_gpt()
+    options = {"bucket_mb": 0.2, "schedule_check": "warn"}
+    fresh = torch._inductor.config.patch(force_disable_caches=True)
+    with fresh, pytest.warns(UserWarning, match="does not keep the planned order: expected"):
+        backward_code(model, options, tokens)

@@ -24,6 +24,7 @@ EVERYTHING = '{"precision": "bf16", "loss_scale": "dynamic", "clip_norm": 1.0}'
 OPTIONS = {
     "compress": '{"compression": "int4"}',
     "measure_norms": '{"compression": "adaptive"}',
+    "schedule": '{"compression": "int8", "schedule": "auto"}',
 }
 
 

@@ -1,0 +1,120 @@
+"""Put second legs, waits and decodings where a plan wants them, among the computation and among each other.
+
+    before   A, launch 0, B, launch 1, wait 0, recode 0, relaunch 0, C, …, wait 0, decode 0, wait 1, decode 1
+    after    A, launch 0, B, launch 1, C, wait 0, recode 0, relaunch 0, …, wait 1, decode 1, wait 0, decode 0
+
+Before: the graph that all other passes have made. After: the same nodes in another order, so that the step
+that the cost model predicts is as short as the scheduler finds (`fxpasses.schedule`), and never longer than
+before; of two orders that take equally long, the one that waits later. The model's own computation, and what it
+sends itself, keeps its order. Where the order that is there is as good, the graph stays as it is.
+
+Every rank plans for itself, with nothing but its graph and the same rates. Where ranks' graphs differ, and so
+could their plans, they send in an order that they agreed on, and this pass does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import fx
+
+from fxpasses.graph import TrainingGraph
+from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.schedule.build import LAUNCH, WAIT, Program, build
+from fxpasses.schedule.machine import Machine
+from fxpasses.schedule.tasks import CODEC, LINK, Schedule, queued
+
+_WORTH_IT = 1e-3  # of the step, to move anything: no prediction is better than that
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduling(Pass):
+    """Options: `machine`, rates to plan with (`flops=8e10;bandwidth=1e8`); `memory_mb`, the most MiB of buckets
+    that may be on their way at once. Environment: `world`; `layout`, whether ranks' graphs differ.
+    """
+
+    machine: str | None = from_environment("machine")
+    memory_mb: float | None = None
+    world: int | None = from_environment("world")
+    layout: tuple[str, ...] | None = from_environment("layout")
+
+    name: ClassVar[str] = "schedule"
+    stage: ClassVar[str] = "backward"
+    reorders: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        Machine.parse(self.machine)
+
+    def run(self, graph: TrainingGraph) -> Report:
+        assert self.world is not None
+        if self.layout is not None:
+            return Report(changed=False)
+        program = build(graph, Machine.parse(self.machine), self.world)
+        order = self._order(program)
+        before = list(graph.graph.nodes)
+        if list(order) != list(range(len(order))):
+            reorder(graph, program, order)
+        moved = sum(a is not b for a, b in zip(before, graph.graph.nodes, strict=True))
+        return Report(changed=bool(moved), counts={"tasks": len(order), "moved": moved})
+
+    def _order(self, program: Program) -> Sequence[int]:
+        from fxpasses.schedule.solve import postponed, solve
+
+        as_it_is = range(len(program.tasks))
+        if not any(work.kind == WAIT for work in program.works):
+            return as_it_is
+        cap = None if self.memory_mb is None else int(self.memory_mb * 2**20)
+        best = solve(program.tasks, cap).schedule
+        late = [i for i, work in enumerate(program.works) if work.kind in (WAIT, CODEC)]
+        order = launched(program, postponed(best, late, cap))
+        before, after = queued(program.tasks, as_it_is), queued(program.tasks, order)
+        better = after.makespan < before.makespan * (1 - _WORTH_IT)
+        fits = cap is None or before.peak_memory <= cap
+        return as_it_is if fits and not better else order
+
+
+def launched(program: Program, schedule: Schedule) -> list[int]:
+    """The order of a schedule as a program can have it: a link begins with its launch, and serves one after the
+    other, so launches stand in the order in which links are to begin.
+    """
+    order: list[int] = []
+    begins = [i - 1 for i in schedule.order if program.works[i].kind == LINK]  # their launches
+    ready: set[int] = set()
+    for i in schedule.order:
+        if program.works[i].kind == LAUNCH:
+            ready.add(i)
+            while begins and begins[0] in ready:
+                order += [begins[0], begins.pop(0) + 1]
+        elif program.works[i].kind != LINK:
+            order.append(i)
+    return order
+
+
+def reorder(graph: TrainingGraph, program: Program, order: Sequence[int]) -> None:
+    """Let the nodes of tasks stand in the order of the tasks; what belongs to none goes with the next one."""
+    task_of = {node: i for i, work in enumerate(program.works) for node in work.nodes}
+    following: dict[int, list[fx.Node]] = {i: [] for i in (*order, len(order))}
+    task = len(order)
+    for node in reversed(graph.graph.nodes):
+        if node.op not in ("placeholder", "output"):
+            task = task_of.get(node, task)
+            following[task].append(node)
+    placed: set[fx.Node] = {node for node in graph.graph.nodes if node.op == "placeholder"}
+    for i in (*order, len(order)):
+        for node in reversed(following[i]):
+            _place(graph, node, placed)
+
+
+def _place(graph: TrainingGraph, node: fx.Node, placed: set[fx.Node]) -> None:
+    pending = [node]
+    while pending:
+        missing = [n for n in pending[-1].all_input_nodes if n not in placed]
+        if pending[-1] in placed:
+            pending.pop()
+        elif missing:
+            pending += missing
+        else:
+            graph.output_node.prepend(pending[-1])
+            placed.add(pending.pop())
