@@ -20,6 +20,7 @@ from fxpasses.dynamo import (
     refuse_unsupported,
     user_errors_visible,
 )
+from fxpasses.forward_state import add_states, states_of
 from fxpasses.runtimes import watch_optimizers
 from fxpasses.unit import Unit
 
@@ -51,8 +52,9 @@ def hardened(
 
     with user_errors_visible():
         gm, unit = _unit(gm, example_inputs, options, inductor.decompositions())
+        gm, inputs = add_states(gm, example_inputs, unit.forward_states)
     patches = torch._inductor.list_mode_options(mode) if mode else {}
-    return inductor.compile_unit(gm, example_inputs, unit, patches)
+    return inductor.compile_unit(gm, inputs, unit, patches)
 
 
 def hardened_aot_eager(
@@ -66,7 +68,8 @@ def hardened_aot_eager(
 
     with user_errors_visible():
         gm, unit = _unit(gm, example_inputs, options, {})
-    return eager.compile_unit(gm, example_inputs, unit)
+        gm, inputs = add_states(gm, example_inputs, unit.forward_states)
+    return eager.compile_unit(gm, inputs, unit)
 
 
 def _unit(
@@ -88,7 +91,16 @@ def _unit(
         sets_gradients = gradients_set(scope)
         gm = marking.mark(gm, roles, gradients_held(gm))
     is_whole_step = marking.is_marked(gm)
+    states = () if is_whole_step else states_of(passes.stage("joint"), example_inputs)
     unit = Unit(
-        hardening, group, passes, scope, roles, decompositions, is_whole_step, sets_gradients
+        hardening,
+        group,
+        passes,
+        scope,
+        roles,
+        decompositions,
+        is_whole_step,
+        sets_gradients,
+        states,
     )
     return gm, unit

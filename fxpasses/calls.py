@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from fxpasses import accumulation, aot
-from fxpasses.binding import Binding, bind
+from fxpasses.binding import Binding, bind, faults_of
 from fxpasses.coverage import reduced
 from fxpasses.distributed.group import is_initialized, process_group
 from fxpasses.distributed.waiting import waiting
+from fxpasses.faults.arming import Faults
 from fxpasses.graph import (
     BUFFER_STATE,
+    FAULT_NEWS,
     LIMIT_STATE,
     NORM_STATE,
     OVERFLOW_STATE,
@@ -32,6 +34,7 @@ from fxpasses.graph import (
     StateSpec,
 )
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
+from fxpasses.runtimes import owner_of
 from fxpasses.state import STORE
 from fxpasses.synchronise import Way, choose
 from fxpasses.unit import Backward, Unit
@@ -81,11 +84,11 @@ class Calls:
 
         def run(*args: Any) -> Any:
             if not (self.unit.trains and torch.is_grad_enabled()):
-                return compiled(*args)
+                return self._inference(compiled, args)
             parameters, buffers = self.tensors(args)
             binding = self.bind(parameters, buffers)
             started = aot.autograd_clock()
-            outputs = compiled(*args)
+            outputs = self._with_states(compiled, args, binding.faults, binding.region)
             node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata, started)
             if node is not None:
                 node.register_prehook(
@@ -94,6 +97,33 @@ class Calls:
             return outputs
 
         return run
+
+    def _inference(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Without a backward nothing communicates, and nobody's values are taken."""
+        if not self.unit.forward_states:
+            return compiled(*args)
+        parameters, _ = self.tensors(args)
+        faults = faults_of(self.unit, owner_of(parameters) if parameters else None)
+        return self._with_states(
+            compiled, args, faults, (self.unit.region, *map(id, parameters.values()))
+        )
+
+    def _with_states(
+        self, compiled: Callable[..., Any], args: Sequence[Any], faults: Faults | None, region: Any
+    ) -> Any:
+        """Call a forward with its states, and write to these what it returns of them."""
+        specs = self.unit.forward_states
+        if not specs:
+            return compiled(*args)
+        assert faults is not None, "states of a forward are those of faults"
+        found = faults.states((region, "forward"), specs, self.unit.places)
+        states = [found[spec.name] for spec in specs]
+        outputs = compiled(*args, *states)
+        own = len(outputs) - len(states)
+        for spec, state, new in zip(specs, states, outputs[own:], strict=True):
+            if spec.kind == FAULT_NEWS:
+                state.copy_(new)
+        return outputs[:own]
 
     def backward(
         self, compiled: Compiled, compile_variant: Callable[[Backward], Compiled]
@@ -158,7 +188,14 @@ class Calls:
         self.compiled(way.variant)
         given = call.given_tangents()
         flags = self.flags(way, given)
-        states = [_state(spec, call, way, flags) for spec in backward.states]
+        faults: dict[str, torch.Tensor] = {}
+        if call.binding.faults is not None:
+            region = (call.binding.region, "backward")
+            faults = call.binding.faults.states(region, backward.states, backward.places)
+        states = [
+            faults[spec.name] if spec.name in faults else _state(spec, call, way, flags)
+            for spec in backward.states
+        ]
         with waiting(self.unit.group, f"the backward of {self.unit.scope.code}"):
             outputs = self.execute(call, way, args, states)
         took_part = self._took_part(backward, states, flags)

@@ -139,6 +139,8 @@ class Hardening:
         compression: of the gradients on the wire: `"none"`, a scheme (`"int8"`, `"topk"`, …), a mapping with
             its parameters (`{"scheme": "topk", "ratio": 0.01}`), or a mapping of parameter-name patterns to
             schemes. See `fxpasses.compression.Scheme`.
+        faults: to inject: `"bitflip{bit=30,where=gradient:layers.3.*,rank=1,step=20}"`, several separated by
+            `;`, or a list. See `fxpasses.faults.spec.Fault`.
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
@@ -157,6 +159,7 @@ class Hardening:
     clip_norm: float | None = None
     watch: Any = None
     compression: Any = "none"
+    faults: Any = ""
     accumulate: int = 1
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
@@ -176,6 +179,7 @@ class Hardening:
         Watching.parse(self.watch)
         object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
         object.__setattr__(self, "compression", _compression_text(self.compression))
+        object.__setattr__(self, "faults", _faults_text(self.faults))
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
         for name in ("dump", "profile"):
@@ -253,6 +257,12 @@ def _compression_text(value: Any) -> str:
     from fxpasses.compression import compression_text
 
     return compression_text(value)
+
+
+def _faults_text(value: Any) -> str:
+    from fxpasses.faults.spec import faults_text
+
+    return faults_text(value)
 
 
 def _check_process_group(value: Any) -> None:

@@ -113,7 +113,7 @@ def fields_from(*keys: str) -> type[Pass]:
         ("layouts", "'layouts'; did you mean 'layout'?"),
         (
             "zzz",
-            "'zzz'; known: accumulate, bucket_mb, clip_norm, compression, dump, group, layout, ",
+            "'zzz'; known: accumulate, bucket_mb, clip_norm, compression, dump, ",
         ),
     ],
 )

@@ -23,6 +23,7 @@ from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
 from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
+from fxpasses.passes.inject import Inject, InjectPayload
 from fxpasses.passes.loss_scale import LossScaling
 from fxpasses.passes.overflow import Overflow
 from fxpasses.passes.participation import Participation
@@ -44,6 +45,7 @@ from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
 from tests.testing.casts import casts_as_promised, low_graphs
 from tests.testing.clipping import Behind, clipped_as_promised
 from tests.testing.compression import compressed_as_promised, real_graphs, sums_in_order
+from tests.testing.faults import BOTH, PAYLOADS, faults_as_promised
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -767,6 +769,9 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "loss_scale": (LossScaling(), (scaled_as_promised, no_leftovers)),
     "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
+    "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean)),
+    "inject": (Inject(BOTH), (faults_as_promised, no_leftovers)),
+    "inject_payload": (InjectPayload(PAYLOADS), (faults_as_promised, no_leftovers)),
     "gradient_sync_at_once": (
         GradientSync(overlap=False),
         (sync_as_promised, division_of_the_mean),
