@@ -22,9 +22,9 @@ from fxpasses.clipping import Clipping
 from fxpasses.config import Hardening, LossScale, Watching, nearest
 from fxpasses.coverage import check_optimizer
 from fxpasses.distributed.plans import PlannedCollective
-from fxpasses.levels import Branch
 from fxpasses.faults.arming import Faults
 from fxpasses.faults.spec import UPDATE
+from fxpasses.levels import Branch
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.state import STORE
 from fxpasses.watch import Watch
