@@ -21,6 +21,7 @@ from fxpasses.dynamo import (
     user_errors_visible,
 )
 from fxpasses.forward_state import add_states, states_of
+from fxpasses.guards.option import RECOMPUTE, parse_guards
 from fxpasses.runtimes import watch_optimizers
 from fxpasses.unit import Unit
 
@@ -91,6 +92,11 @@ def _unit(
         sets_gradients = gradients_set(scope)
         gm = marking.mark(gm, roles, gradients_held(gm))
     is_whole_step = marking.is_marked(gm)
+    if is_whole_step and parse_guards(hardening.guards).on == RECOMPUTE:
+        raise ValueError(
+            "option 'guards': on='recompute' runs a forward or a backward again, and the compiled "
+            "function holds both; use 'skip' or 'raise'"
+        )
     states = () if is_whole_step else states_of(passes.stage("joint"), example_inputs)
     unit = Unit(
         hardening,

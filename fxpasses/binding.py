@@ -18,6 +18,7 @@ from fxpasses.distributed.agreement import halves
 from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Plan
 from fxpasses.faults.arming import Faults
+from fxpasses.guards.alarms import Alarms
 from fxpasses.runtimes import Runtime, owner_of, owns
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.unit import Unit, form_of
@@ -36,6 +37,7 @@ class Binding:
         scaler: the loss scale, if the options ask for one.
         clipping: of the gradients' norm, likewise.
         faults: that are injected, likewise.
+        alarms: of guards, likewise.
         plan: what a synchronising backward sends; of adaptive compression, at its first levels.
         digest: two integers that stand for it.
     """
@@ -48,6 +50,7 @@ class Binding:
     scaler: Scaler | None
     clipping: Clipping | None
     faults: Faults | None
+    alarms: Alarms | None
     plan: Plan
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
@@ -125,6 +128,7 @@ def bind(
         scaler=_scaler(unit, owner),
         clipping=_clipping(unit, owner),
         faults=faults_of(unit, owner),
+        alarms=alarms_of(unit, owner),
         plan=plan,
     )
 
@@ -156,6 +160,14 @@ def faults_of(unit: Unit, owner: Runtime | None) -> Faults | None:
     return (
         Faults(text, unit.group.rank) if owner is None else owner.use_faults(text, unit.group.rank)
     )
+
+
+def alarms_of(unit: Unit, owner: Runtime | None) -> Alarms | None:
+    """The model's. A region without parameters has alarms of its own, which are looked at after each call."""
+    text = unit.hardening.guards
+    if not text:
+        return None
+    return Alarms(text) if owner is None else owner.use_alarms(text)
 
 
 def _reach(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -141,6 +141,8 @@ class Hardening:
             schemes. See `fxpasses.compression.Scheme`.
         faults: to inject: `"bitflip{bit=30,where=gradient:layers.3.*,rank=1,step=20}"`, several separated by
             `;`, or a list. See `fxpasses.faults.spec.Fault`.
+        guards: against silent corruption: `"products,payloads,on=skip"`, a mapping, or `"all"`. See
+            `fxpasses.guards.option.Guards`.
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         passes: pipeline string, `"bucketing{mb=25},gradient_sync"`; `None` is the pipeline that the
             other options imply. `fxpasses passes` lists what can stand in it.
@@ -160,6 +162,7 @@ class Hardening:
     watch: Any = None
     compression: Any = "none"
     faults: Any = ""
+    guards: Any = ""
     accumulate: int = 1
     passes: str | None = None
     dump: str | os.PathLike[str] | None = None
@@ -180,6 +183,7 @@ class Hardening:
         object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
         object.__setattr__(self, "compression", _compression_text(self.compression))
         object.__setattr__(self, "faults", _faults_text(self.faults))
+        object.__setattr__(self, "guards", _guards_text(self.guards))
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
         for name in ("dump", "profile"):
@@ -263,6 +267,12 @@ def _faults_text(value: Any) -> str:
     from fxpasses.faults.spec import faults_text
 
     return faults_text(value)
+
+
+def _guards_text(value: Any) -> str:
+    from fxpasses.guards.option import guards_text
+
+    return guards_text(value)
 
 
 def _check_process_group(value: Any) -> None:

@@ -15,6 +15,7 @@ from fxpasses.compression import adapts
 from fxpasses.config import ANY, Hardening
 from fxpasses.faults.spec import INJECTED_BY, PAYLOAD, check_ranks, parse_faults
 from fxpasses.graph import TrainingGraph
+from fxpasses.guards.option import parse_guards
 from fxpasses.passes.base import STAGES, Pass, Report
 from fxpasses.registry import parse_pipeline
 
@@ -167,15 +168,21 @@ def _default(hardening: Hardening, world: int) -> str:
     forward, backward, payload = (
         (name,) if name in faults else () for name in ("inject_forward", "inject", "inject_payload")
     )
+    guards = parse_guards(hardening.guards)
     lines = (
         *precision,  # first, so that all others see the graph that will run
+        *(("check_products",) if guards.products else ()),
         *forward,  # last on the joint graph: it strikes what runs
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
+        *(("check_gradient_products",) if guards.products else ()),
+        *(("check_values",) if guards.values else ()),  # at their own scale
         *backward,  # on what each rank has made, at its own scale
         *((*_SYNCHRONISE, exchange) if world > 1 else ()),
+        *(("check_payloads",) if world > 1 and guards.payloads else ()),
         *payload,  # on what is launched
         # Behind the compression: the next step's levels depend on what was reduced.
         *(("measure_norms",) if world > 1 and adapts(hardening.compression) else ()),
+        *(("agree_alarms",) if world > 1 and guards.in_graph else ()),  # behind all checks
         *(("clip_norm",) if clipped else ()),  # on reduced gradients: all ranks have the same norm
         *(("overflow",) if scaled else ()),  # last: on what the optimizer will see
     )

@@ -24,6 +24,7 @@ from fxpasses.coverage import check_optimizer
 from fxpasses.distributed.plans import PlannedCollective
 from fxpasses.faults.arming import Faults
 from fxpasses.faults.spec import UPDATE
+from fxpasses.guards.alarms import Alarms
 from fxpasses.levels import Branch
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.state import STORE
@@ -89,6 +90,7 @@ class Runtime:
         self._loaded_watch: Mapping[str, Any] | None = None  # before there is one
         self._faults: Faults | None = None
         self._loaded_faults: Mapping[str, Any] | None = None  # before there are any
+        self._alarms: Alarms | None = None
         self._asked: list[bool] = []  # by `no_sync` (False) and `sync` (True), the innermost last
 
     @property
@@ -255,6 +257,27 @@ class Runtime:
             )
         return root._faults
 
+    @property
+    def alarms(self) -> Alarms | None:
+        """What guards found (option `guards`); None before the first forward, or without the option."""
+        return self.root._alarms
+
+    def use_alarms(self, text: str) -> Alarms:
+        """Those that the option asks for: the ones that are there, or new ones.
+
+        Raises:
+            ValueError: when parts of one model ask for different ones.
+        """
+        root = self.root
+        if root._alarms is None:
+            root._alarms = Alarms(text)
+        elif root._alarms.text != text:
+            raise ValueError(
+                f"option 'guards': got {text!r}, but another part of this model was compiled with "
+                f"{root._alarms.text!r}"
+            )
+        return root._alarms
+
     def strike_update(self) -> None:
         """Called when an optimizer of ours has updated parameters."""
         faults = self.faults
@@ -371,27 +394,33 @@ class Runtime:
     def end_step(self) -> bool:
         """Called by each optimizer before it steps; whether the step is skipped."""
         root = self.root
-        root._end_faults()
+        skips = root._end_checks()
         root._step_ended = True
         if root._scaler is not None:
             root._step.skipped = root._scaler.skips()
+        root._step.skipped |= skips
         root._end_clipping()
         return root._step.skipped
 
     def end_step_on_device(self) -> torch.Tensor | None:
         """The same without waiting for the device: 1 if the step is skipped; None where none can be."""
         root = self.root
-        root._end_faults()
+        skips = root._end_checks()
         root._step_ended = True
         if root._scaler is not None:
             root._skips = root._scaler.decide()
+        if skips:
+            root._skips = torch.ones(())
         root._end_clipping()
         return root._skips
 
-    def _end_faults(self) -> None:
-        """Once a step, whatever the number of optimizers."""
-        if self._faults is not None and not self._step_ended:
+    def _end_checks(self) -> bool:
+        """Once a step, whatever the number of optimizers; whether guards want it skipped."""
+        if self._step_ended:
+            return self._step.skipped
+        if self._faults is not None:
             self._faults.end_step()
+        return self._alarms is not None and self._alarms.end_step()
 
     def _end_clipping(self) -> None:
         if self._clipping is not None and self._step.gradient_norm is not None:
@@ -422,6 +451,7 @@ class Runtime:
         self._loaded_watch = self._loaded_watch or other._loaded_watch
         self._faults = self._faults or other._faults
         self._loaded_faults = self._loaded_faults or other._loaded_faults
+        self._alarms = self._alarms or other._alarms
         other._merged_into = self
 
 

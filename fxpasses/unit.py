@@ -33,6 +33,7 @@ from fxpasses.graph import (
     empty_like,
     tangents_reaching,
 )
+from fxpasses.guards.alarms import places_of_alarms
 from fxpasses.levels import LevelChoice
 from fxpasses.observers import CheckRules, Dump
 from fxpasses.passes.clip_norm import ClipNorm
@@ -64,6 +65,7 @@ class Backward:
         collectives: what it issues, in order.
         events: its order of collectives and heavy operators.
         places: for faults.
+        alarm_places: by number, what guards' alarms can be about.
     """
 
     module: fx.GraphModule
@@ -71,6 +73,7 @@ class Backward:
     collectives: tuple[PlannedCollective, ...]
     events: tuple[Event, ...]
     places: Places
+    alarm_places: dict[int, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Unit:
         self.input_roles = (*input_roles, *(Role("state", s.name) for s in forward_states))
         self.forward_states = forward_states
         self.places = Places()  # for faults in the forward
+        self.alarm_places: dict[int, str] = {}  # that guards of the forward can be about
         self.decompositions = decompositions
         self.is_whole_step = is_whole_step
         self.whole_step: WholeStep | None = None  # once it has been traced
@@ -199,7 +203,7 @@ class Unit:
             forward_state.annotate(joint, self.forward_states)
             whole = TrainingGraph(joint, self.decompositions)
             self._run(self.pipeline, "joint", whole, self._dump("joint"))
-            self.places = places_of(whole)
+            self._note_places(whole)
             forward, backward = split(joint, joint_inputs, **kwargs)
             aot.annotate_backward(backward, joint, forward_outputs)
             graph = TrainingGraph(backward)
@@ -219,7 +223,10 @@ class Unit:
             if self.pipeline.stage("joint"):
                 graph = TrainingGraph(module, self.decompositions)
                 self._run(self.pipeline, "joint", graph, self._dump("inference"))
-                self.places = places_of(graph)
+                self._note_places(graph)
+
+    def _note_places(self, joint: TrainingGraph) -> None:
+        self.places, self.alarm_places = places_of(joint), places_of_alarms(joint)
 
     def _warn_of_statistics(self, written: Iterable[StateSpec]) -> None:
         """Running statistics travel with a backward; without one each rank keeps its own."""
@@ -272,7 +279,7 @@ class Unit:
         collectives, events = planned_collectives(graph), events_of(graph.graph)
         places = places_of(graph)
         states = _lower_state(graph, step is None)
-        return Backward(module, states, collectives, events, places)
+        return Backward(module, states, collectives, events, places, places_of_alarms(graph))
 
     def _prepare(self, graph: TrainingGraph, variant: Variant) -> None:
         if self.whole_step is None:

@@ -22,6 +22,9 @@ from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
 from fxpasses.passes.compress import Compress
+from fxpasses.passes.check_payloads import CheckPayloads
+from fxpasses.passes.check_products import CheckGradientProducts
+from fxpasses.passes.check_values import CheckValues
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.inject import Inject, InjectPayload
 from fxpasses.passes.loss_scale import LossScaling
@@ -770,6 +773,9 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean)),
+    "check_gradient_products": (CheckGradientProducts(), (no_leftovers,)),
+    "check_values": (CheckValues("values=1e30"), (no_leftovers,)),
+    "check_payloads": (CheckPayloads(), (no_leftovers,)),
     "inject": (Inject(BOTH), (faults_as_promised, no_leftovers)),
     "inject_payload": (InjectPayload(PAYLOADS), (faults_as_promised, no_leftovers)),
     "gradient_sync_at_once": (
