@@ -167,7 +167,7 @@ def alarms_of(unit: Unit, owner: Runtime | None) -> Alarms | None:
     text = unit.hardening.guards
     if not text:
         return None
-    return Alarms(text) if owner is None else owner.use_alarms(text)
+    return Alarms(text, unit.group) if owner is None else owner.use_alarms(text, unit.group)
 
 
 def _reach(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -21,10 +21,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxpasses.clipping import Clipping
 from fxpasses.config import Hardening, LossScale, Watching, nearest
 from fxpasses.coverage import check_optimizer
+from fxpasses.distributed.group import Group
 from fxpasses.distributed.plans import PlannedCollective
 from fxpasses.faults.arming import Faults
 from fxpasses.faults.spec import UPDATE
 from fxpasses.guards.alarms import Alarms
+from fxpasses.guards.replicas import check_replicas
 from fxpasses.levels import Branch
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.state import STORE
@@ -262,7 +264,7 @@ class Runtime:
         """What guards found (option `guards`); None before the first forward, or without the option."""
         return self.root._alarms
 
-    def use_alarms(self, text: str) -> Alarms:
+    def use_alarms(self, text: str, group: Group) -> Alarms:
         """Those that the option asks for: the ones that are there, or new ones.
 
         Raises:
@@ -270,13 +272,19 @@ class Runtime:
         """
         root = self.root
         if root._alarms is None:
-            root._alarms = Alarms(text)
+            root._alarms = Alarms(text, group)
         elif root._alarms.text != text:
             raise ValueError(
                 f"option 'guards': got {text!r}, but another part of this model was compiled with "
                 f"{root._alarms.text!r}"
             )
         return root._alarms
+
+    def check_replicas(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if parameters or state of an optimizer differ over the ranks, at the steps that are to be."""
+        alarms = self.alarms
+        if alarms is not None and alarms.compares_replicas:
+            check_replicas(alarms.group, optimizer, self.names())
 
     def strike_update(self) -> None:
         """Called when an optimizer of ours has updated parameters."""
@@ -543,6 +551,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 "overflow has been decided already; use loss_scale='none' with it"
             )
         owner.check_clipping(optimizer)
+        owner.check_replicas(optimizer)
         decides = getattr(optimizer, DECIDES_ON_DEVICE, False)
         if owner.faults is not None and owner.faults.has(UPDATE) and not decides:
             raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
+from fxpasses.distributed.group import Group
 from fxpasses.faults.models import drawn
 from fxpasses.graph import ALARM, StateSpec, TrainingGraph
 from fxpasses.guards.option import SKIP, Guards, parse_guards
@@ -92,11 +93,13 @@ class Alarms:
 
     Attributes:
         guards: the option.
+        group: the ranks that train together.
         events: an `Alarm` for each step that had one.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, group: Group) -> None:
         self.text = text
+        self.group = group
         self.guards: Guards = parse_guards(text)
         self.events: list[Alarm] = []
         self._step = 0
@@ -126,6 +129,12 @@ class Alarms:
         if self.guards.on != SKIP:
             self._fail(found)
         return True
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether parameters are to be compared in front of the update that is about to happen."""
+        digest = self.guards.digest
+        return digest > 0 and self._step > 0 and self._step % digest == 0
 
     def check_now(self) -> None:
         """Where no optimizer's step follows.

@@ -192,3 +192,35 @@ def test_a_payload_that_was_hit_is_sent_again():
         found = run_ranks(on_ranks, 2, "payloads,on=recompute", bit % "1", compression)
         assert [row[2] for row in found] == [[1], [1]]
         assert all(equal(a[0], b[0]) for a, b in zip(clean, found, strict=True))
+
+
+def replicas(rank, fault, digest, momentum=False):
+    """The message, and the step at which the ranks stopped."""
+    model = net()
+    options = {"guards": {"digest": digest}, "faults": fault}
+    compiled = torch.compile(model, backend=EAGER, options=options)
+    optimizer = fxpasses.optimizer(torch.optim.AdamW(model.parameters()))
+    step = 0
+    try:
+        for step in range(7):
+            if momentum and rank == 1 and step == 2:
+                state = optimizer.state[model[0].weight]["exp_avg"].view(torch.int32)
+                state[3, 4] ^= 1 << 2
+            train(model, compiled, 1, optimizer, seed=step)
+    except FaultDetected as error:
+        return str(error), step
+    return "", step
+
+
+def test_a_flip_in_a_parameter_is_found_at_the_next_digest():
+    fault = "bitflip{bit=0,index=0,where=update:2.bias,rank=1,step=2}"
+    found = run_ranks(replicas, 2, fault, 4)
+    assert [step for _, step in found] == [4, 4]
+    assert all("parameter '2.bias' differs over the ranks" in message for message, _ in found)
+    assert run_ranks(replicas, 2, fault.replace("step=2", "step=none"), 4) == [("", 6)] * 2
+
+
+def test_a_flip_in_optimizer_state_is_found_at_the_next_digest():
+    found = run_ranks(replicas, 2, "", 3, True)
+    assert [step for _, step in found] == [3, 3]
+    assert all("exp_avg of '0.weight' differs" in message for message, _ in found)

@@ -21,10 +21,10 @@ from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
-from fxpasses.passes.compress import Compress
 from fxpasses.passes.check_payloads import CheckPayloads
 from fxpasses.passes.check_products import CheckGradientProducts
 from fxpasses.passes.check_values import CheckValues
+from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.inject import Inject, InjectPayload
 from fxpasses.passes.loss_scale import LossScaling
