@@ -34,4 +34,4 @@ def test_halves_lose_nothing():
     values = torch.tensor([[0, 1], [-(2**63), 2**63 - 1], [-1, 2**32]])
     found = halves(values)
     assert (found[:, :2] + (found[:, 2:] << 32)).tolist() == values.tolist()
-    assert (found == -(-found)).all() and (found.abs() <= 2**32).all()
+    assert (found == found.neg().neg()).all() and (found.abs() <= 2**32).all()
