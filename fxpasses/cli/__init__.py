@@ -8,6 +8,7 @@ import click
 
 from fxpasses import __version__
 from fxpasses.cli.dump import dump
+from fxpasses.cli.faults import faults
 
 
 @click.group()
@@ -17,6 +18,7 @@ def main() -> None:
 
 
 main.add_command(dump)
+main.add_command(faults)
 
 
 @main.command()

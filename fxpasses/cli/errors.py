@@ -9,11 +9,8 @@ Anything else that is raised is a mistake of ours, and shows its traceback.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +28,7 @@ class InputError(ValueError):
 
 
 class Command(click.Command):
-    """A command for which a `ValueError` or `OSError` is the user's. That, or what a failing pass raises, is
-    one line; `--traceback` shows all.
-    """
+    """A command for which a `ValueError` or `OSError` is the user's, one line long; `--traceback` shows all."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,51 +40,16 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except Exception as error:
+        except (ValueError, OSError) as error:
             if ctx.meta.get("traceback"):
                 raise
-            if note := _note(error):
-                raise Failed(f"{one_line(error)}; {note}") from error
-            if not isinstance(error, ValueError | OSError):
-                raise
             raise Wrong(one_line(error)) from error
-
-
-@contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """Keep what libraries log of an error to themselves, which is raised anyway; not with `--traceback`."""
-    context = click.get_current_context(silent=True)
-    before = logging.root.manager.disable
-    if context is None or not context.meta.get("traceback"):
-        logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 class Wrong(click.ClickException):
     """Ends the command with one line and exit code 2."""
 
     exit_code = WRONG
-
-
-class Failed(click.ClickException):
-    """Ends the command with one line and exit code 1."""
-
-    exit_code = NO
-
-
-def _note(error: BaseException | None) -> str:
-    """Where the script is that a failing pass left; empty if it did not."""
-    from fxpasses.dump.repro import NOTE
-
-    while error is not None:
-        for note in getattr(error, "__notes__", ()):
-            if note.startswith(NOTE):
-                return note
-        error = error.__cause__ or error.__context__
-    return ""
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
