@@ -224,3 +224,38 @@ def test_a_flip_in_optimizer_state_is_found_at_the_next_digest():
     found = run_ranks(replicas, 2, "", 3, True)
     assert [step for _, step in found] == [3, 3]
     assert all("exp_avg of '0.weight' differs" in message for message, _ in found)
+
+
+@pytest.mark.parametrize("fault", ["bitflip{bit=29,where=forward:2,op=addmm,step=1}", BACKWARD])
+def test_whole_steps_are_guarded(fault):
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"guards": "products,on=skip", "faults": fault}
+
+        @torch.compile(backend=EAGER, fullgraph=True, options=options)
+        def step(batch):
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        skipped = []
+        for _ in range(3):
+            step(torch.randn(4, WIDE))
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(fxpasses.runtime(model).last_step.skipped)
+        assert skipped == [False, True, False]
+
+
+def test_a_whole_step_can_not_be_recomputed():
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        model = net()
+
+        @torch.compile(backend=EAGER, options={"guards": "products,on=recompute"})
+        def step(batch):
+            model(batch).square().mean().backward()
+            return batch
+
+        with pytest.raises(ValueError, match="the compiled function holds both; use 'skip' or"):
+            step(torch.randn(4, WIDE))
