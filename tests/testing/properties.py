@@ -772,7 +772,6 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "loss_scale": (LossScaling(), (scaled_as_promised, no_leftovers)),
     "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
-    "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean)),
     "check_gradient_products": (CheckGradientProducts(), (no_leftovers,)),
     "check_values": (CheckValues("values=1e30"), (no_leftovers,)),
     "check_payloads": (CheckPayloads(), (no_leftovers,)),
