@@ -343,6 +343,11 @@ def statistics_as_promised(run: Run) -> None:
 
 # What each pass may say of its nodes: dumps, bisection and recovery paths go by these names.
 RULES = {
+    "inject": {"bitflip", "sign", "news"},
+    "inject_payload": {"bitflip", "stale", "news"},
+    "check_gradient_products": {"checksum", "alarm"},
+    "check_values": {"limit", "alarm"},
+    "check_payloads": {"checksum", "alarm"},
     "cast": {"cast"},
     "bucketing": {"flatten", "unflatten"},
     "participation": {"launch", "finish"},
