@@ -76,6 +76,12 @@ def _output_role(desc: Any, position: int, forward: bool, input_roles: Sequence[
     return Role("output" if forward else "input_gradient", f"{position}")
 
 
+def output_positions(module: fx.GraphModule) -> dict[int, int]:
+    """Among the outputs of a joint graph, where each output of the program that was traced stands."""
+    descriptors = enumerate(module.graph.output_node().meta["desc"])
+    return {desc.idx: at for at, desc in descriptors if isinstance(desc, PlainAOTOutput)}
+
+
 def written_buffers(joint: fx.GraphModule) -> tuple[StateSpec, ...]:
     """Buffers that a joint graph writes: by an output, or by a `copy_` that AOTAutograd left inside."""
     buffers = {

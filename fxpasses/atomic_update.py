@@ -80,6 +80,8 @@ class AtomicOptimizer(torch.optim.Optimizer):
                 self._kind.run(update, _on(update.masters[0].device, skips))
                 if update.low:
                     torch._foreach_copy_(update.low, update.low_masters)
+            for owner in owners:
+                owner.strike_update()
             for update in updates:
                 for parameter in update.low:
                     self._written[parameter] = parameter._version

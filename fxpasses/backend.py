@@ -20,6 +20,8 @@ from fxpasses.dynamo import (
     refuse_unsupported,
     user_errors_visible,
 )
+from fxpasses.forward_state import add_states, states_of
+from fxpasses.guards.option import RECOMPUTE, parse_guards
 from fxpasses.runtimes import watch_optimizers
 from fxpasses.unit import Unit
 
@@ -50,9 +52,9 @@ def hardened(
     from fxpasses import inductor
 
     with user_errors_visible():
-        gm, unit = make_unit(gm, example_inputs, options, inductor.decompositions())
+        gm, inputs, unit = make_unit(gm, example_inputs, options, inductor.decompositions())
     patches = torch._inductor.list_mode_options(mode) if mode else {}
-    return inductor.compile_unit(gm, example_inputs, unit, patches)
+    return inductor.compile_unit(gm, inputs, unit, patches)
 
 
 def hardened_aot_eager(
@@ -65,8 +67,8 @@ def hardened_aot_eager(
     from fxpasses import eager
 
     with user_errors_visible():
-        gm, unit = make_unit(gm, example_inputs, options, {})
-    return eager.compile_unit(gm, example_inputs, unit)
+        gm, inputs, unit = make_unit(gm, example_inputs, options, {})
+    return eager.compile_unit(gm, inputs, unit)
 
 
 def make_unit(
@@ -74,9 +76,9 @@ def make_unit(
     example_inputs: Sequence[Any],
     options: Mapping[str, Any] | None,
     decompositions: dict[Any, Callable[..., Any]],
-) -> tuple[fx.GraphModule, Unit]:
-    """The unit of a Dynamo graph, and that graph with what the unit needs to find in it. Called while Dynamo
-    compiles.
+) -> tuple[fx.GraphModule, list[Any], Unit]:
+    """A Dynamo graph with what its unit needs to find in it, its example inputs, and the unit. Called while
+    Dynamo compiles.
 
     Args:
         decompositions: what the graphs will have been traced with.
@@ -94,7 +96,22 @@ def make_unit(
         sets_gradients = gradients_set(scope)
         gm = marking.mark(gm, roles, gradients_held(gm))
     is_whole_step = marking.is_marked(gm)
+    if is_whole_step and parse_guards(hardening.guards).on == RECOMPUTE:
+        raise ValueError(
+            "option 'guards': on='recompute' runs a forward or a backward again, and the compiled "
+            "function holds both; use 'skip' or 'raise'"
+        )
+    states = () if is_whole_step else states_of(passes.stage("joint"), example_inputs)
     unit = Unit(
-        hardening, group, passes, scope, roles, decompositions, is_whole_step, sets_gradients
+        hardening,
+        group,
+        passes,
+        scope,
+        roles,
+        decompositions,
+        is_whole_step,
+        sets_gradients,
+        states,
     )
-    return gm, unit
+    gm, inputs = add_states(gm, example_inputs, states)
+    return gm, inputs, unit

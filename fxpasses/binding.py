@@ -17,6 +17,8 @@ from fxpasses.distributed import first_use
 from fxpasses.distributed.agreement import halves
 from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Plan
+from fxpasses.faults.arming import Faults
+from fxpasses.guards.alarms import Alarms
 from fxpasses.runtimes import Runtime, owner_of, owns
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.unit import Unit, form_of
@@ -34,7 +36,10 @@ class Binding:
         records: of the parameters whose gradients the backward reduces over several ranks.
         scaler: the loss scale, if the options ask for one.
         clipping: of the gradients' norm, likewise.
+        faults: that are injected, likewise.
+        alarms: of guards, likewise.
         plan: what a synchronising backward sends; of adaptive compression, at its first levels.
+        digest: two integers that stand for it.
     """
 
     references: list[weakref.ref[torch.Tensor]]
@@ -44,6 +49,8 @@ class Binding:
     records: Mapping[str, Reduced]
     scaler: Scaler | None
     clipping: Clipping | None
+    faults: Faults | None
+    alarms: Alarms | None
     plan: Plan
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
@@ -120,6 +127,8 @@ def bind(
         records={name: reduced(p, unit.group) for name, p in parameters.items() if name in names},
         scaler=_scaler(unit, owner),
         clipping=_clipping(unit, owner),
+        faults=faults_of(unit, owner),
+        alarms=alarms_of(unit, owner),
         plan=plan,
     )
 
@@ -141,6 +150,24 @@ def _clipping(unit: Unit, owner: Runtime | None) -> Clipping | None:
     if owner is None or unit.clip_norm is None:
         return None
     return owner.use_clipping(unit.clip_norm, Watching.parse(unit.hardening.watch))
+
+
+def faults_of(unit: Unit, owner: Runtime | None) -> Faults | None:
+    """The model's. A region without parameters has faults of its own, which nobody can ask about."""
+    text = unit.hardening.faults
+    if not text:
+        return None
+    return (
+        Faults(text, unit.group.rank) if owner is None else owner.use_faults(text, unit.group.rank)
+    )
+
+
+def alarms_of(unit: Unit, owner: Runtime | None) -> Alarms | None:
+    """The model's. A region without parameters has alarms of its own, which are looked at after each call."""
+    text = unit.hardening.guards
+    if not text:
+        return None
+    return Alarms(text, unit.group) if owner is None else owner.use_alarms(text, unit.group)
 
 
 def _reach(unit: Unit, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

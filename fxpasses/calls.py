@@ -17,12 +17,16 @@ from typing import Any
 import torch
 
 from fxpasses import accumulation, aot
-from fxpasses.binding import Binding, bind
+from fxpasses.binding import Binding, alarms_of, bind, faults_of
 from fxpasses.coverage import reduced
 from fxpasses.distributed.group import is_initialized, process_group
 from fxpasses.distributed.waiting import waiting
+from fxpasses.faults.arming import Faults
 from fxpasses.graph import (
+    ALARM,
     BUFFER_STATE,
+    FAULT_NEWS,
+    FAULT_TABLE,
     LIMIT_STATE,
     NORM_STATE,
     OVERFLOW_STATE,
@@ -31,7 +35,10 @@ from fxpasses.graph import (
     WAITS_STATE,
     StateSpec,
 )
+from fxpasses.guards.alarms import Alarms
+from fxpasses.guards.replay import guarded, recomputes
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
+from fxpasses.runtimes import owner_of
 from fxpasses.state import STORE
 from fxpasses.synchronise import Way, choose
 from fxpasses.unit import Backward, Unit
@@ -81,11 +88,15 @@ class Calls:
 
         def run(*args: Any) -> Any:
             if not (self.unit.trains and torch.is_grad_enabled()):
-                return compiled(*args)
+                return self._inference(compiled, args)
             parameters, buffers = self.tensors(args)
             binding = self.bind(parameters, buffers)
             started = aot.autograd_clock()
-            outputs = compiled(*args)
+            outputs = self._with_states(
+                compiled, args, binding.faults, binding.alarms, binding.region
+            )
+            if binding.runtime is None and binding.alarms is not None:
+                binding.alarms.check_now()
             node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata, started)
             if node is not None:
                 node.register_prehook(
@@ -94,6 +105,49 @@ class Calls:
             return outputs
 
         return run
+
+    def _inference(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Without a backward nothing communicates, and nobody's values are taken."""
+        if not self.unit.forward_states:
+            return compiled(*args)
+        parameters, _ = self.tensors(args)
+        owner = owner_of(parameters) if parameters else None
+        faults, alarms = faults_of(self.unit, owner), alarms_of(self.unit, owner)
+        region = (self.unit.region, *map(id, parameters.values()))
+        outputs = self._with_states(compiled, args, faults, alarms, region)
+        if alarms is not None:
+            alarms.check_now()  # no step will ask
+        return outputs
+
+    def _with_states(
+        self,
+        compiled: Callable[..., Any],
+        args: Sequence[Any],
+        faults: Faults | None,
+        alarms: Alarms | None,
+        region: Any,
+    ) -> Any:
+        """Call a forward with its states, and write to these what it returns of them."""
+        specs = self.unit.forward_states
+        if not specs:
+            return compiled(*args)
+        if alarms is not None:
+            alarms.learn(self.unit.alarm_places)
+
+        def run() -> Any:
+            found: dict[str, torch.Tensor] = {}
+            if faults is not None:
+                found = faults.states((region, "forward"), specs, self.unit.places)
+            states = [_forward_state(spec, found, alarms) for spec in specs]
+            outputs = compiled(*args, *states)
+            own = len(outputs) - len(states)
+            for spec, state, new in zip(specs, states, outputs[own:], strict=True):
+                if spec.kind != FAULT_TABLE:
+                    state.copy_(new)
+            return outputs[:own]
+
+        _, buffers = self.tensors(args)
+        return guarded(alarms, run, buffers.values())
 
     def backward(
         self, compiled: Compiled, compile_variant: Callable[[Backward], Compiled]
@@ -158,9 +212,29 @@ class Calls:
         self.compiled(way.variant)
         given = call.given_tangents()
         flags = self.flags(way, given)
-        states = [_state(spec, call, way, flags) for spec in backward.states]
+        alarms, kept = call.binding.alarms, list(args) if recomputes(call.binding.alarms) else args
+        if alarms is not None:
+            alarms.learn(backward.alarm_places)
+        states = [
+            _state(spec, call, way, flags) if spec.kind not in _FAULTS else None
+            for spec in backward.states
+        ]
+
+        def run() -> Sequence[Any]:
+            """A fault that struck is not armed a second time."""
+            faults: dict[str, torch.Tensor] = {}
+            if call.binding.faults is not None:
+                region = (call.binding.region, "backward")
+                faults = call.binding.faults.states(region, backward.states, backward.places)
+            filled = [
+                faults[spec.name] if state is None else state
+                for spec, state in zip(backward.states, states, strict=True)
+            ]
+            again = list(kept) if recomputes(alarms) else args
+            return self.execute(call, way, again, filled)
+
         with waiting(self.unit.group, f"the backward of {self.unit.scope.code}"):
-            outputs = self.execute(call, way, args, states)
+            outputs = guarded(alarms, run, [s for s in states if s is not None])
         took_part = self._took_part(backward, states, flags)
         outputs = self.drop_unused(way, outputs, given, took_part)
         if call.binding.runtime is not None:
@@ -199,7 +273,7 @@ class Calls:
         }
 
     def _took_part(
-        self, backward: Backward, states: list[torch.Tensor], flags: dict[Any, bool]
+        self, backward: Backward, states: Sequence[torch.Tensor | None], flags: dict[Any, bool]
     ) -> dict[Any, bool]:
         """The same over all ranks: by what `Participation` agreed on; without it everything may have, since a
         rank can't know of the others.
@@ -311,10 +385,24 @@ def _truth(value: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(value, device=device)
 
 
-def _found(kind: str, backward: Backward, states: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _found(
+    kind: str, backward: Backward, states: Sequence[torch.Tensor | None]
+) -> torch.Tensor | None:
     """The state of a kind of which there is one at most."""
     pairs = zip(backward.states, states, strict=True)
     return next((state for spec, state in pairs if spec.kind == kind), None)
+
+
+_FAULTS = (FAULT_TABLE, FAULT_NEWS)
+
+
+def _forward_state(
+    spec: StateSpec, faults: dict[str, torch.Tensor], alarms: Alarms | None
+) -> torch.Tensor:
+    if spec.name in faults:
+        return faults[spec.name]
+    assert alarms is not None, "the forward is guarded"
+    return alarms.tensor(spec.device)
 
 
 def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> torch.Tensor:
@@ -334,6 +422,9 @@ def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> tor
     if spec.kind == LIMIT_STATE:
         assert call.binding.clipping is not None, "the graph clips"
         return call.binding.clipping.limit_tensor(spec.device)
+    if spec.kind == ALARM:
+        assert call.binding.alarms is not None, "the graph is guarded"
+        return call.binding.alarms.tensor(spec.device)
     if spec.kind in (SCALE_STATE, OVERFLOW_STATE):
         scaler = call.binding.scaler
         assert scaler is not None, "the graph has a loss scale"

@@ -141,6 +141,10 @@ class Hardening:
         compression: of the gradients on the wire: `"none"`, a scheme (`"int8"`, `"topk"`, …), a mapping with
             its parameters (`{"scheme": "topk", "ratio": 0.01}`), or a mapping of parameter-name patterns to
             schemes. See `fxpasses.compression.Scheme`.
+        faults: to inject: `"bitflip{bit=30,where=gradient:layers.3.*,rank=1,step=20}"`, several separated by
+            `;`, or a list. See `fxpasses.faults.spec.Fault`.
+        guards: against silent corruption: `"products,payloads,on=skip"`, a mapping, or `"all"`. See
+            `fxpasses.guards.option.Guards`.
         accumulate: micro-batches (`backward()` calls) to a step; only each N-th reduces, the sum of all N.
         schedule: of what is sent and decoded beside what is computed: `"fixed"` (sent at once, awaited behind
             the last computation), `"auto"` (planned, and with it the sizes of buckets and which of them are
@@ -166,6 +170,8 @@ class Hardening:
     clip_norm: float | None = None
     watch: Any = None
     compression: Any = "none"
+    faults: Any = ""
+    guards: Any = ""
     accumulate: int = 1
     schedule: str = "fixed"
     schedule_check: str = "error"
@@ -191,6 +197,8 @@ class Hardening:
         object.__setattr__(self, "machine", _machine_text(self.machine))
         object.__setattr__(self, "precision_rules", _rules_text(self.precision_rules))
         object.__setattr__(self, "compression", _compression_text(self.compression))
+        object.__setattr__(self, "faults", _faults_text(self.faults))
+        object.__setattr__(self, "guards", _guards_text(self.guards))
         if self.passes is not None and not isinstance(self.passes, str):
             raise ValueError(f"option 'passes': expected a string, got {self.passes!r}")
         for name in ("dump", "profile"):
@@ -274,6 +282,18 @@ def _machine_text(value: Any) -> str:
     from fxpasses.schedule.machine import machine_text
 
     return machine_text(value)
+
+
+def _faults_text(value: Any) -> str:
+    from fxpasses.faults.spec import faults_text
+
+    return faults_text(value)
+
+
+def _guards_text(value: Any) -> str:
+    from fxpasses.guards.option import guards_text
+
+    return guards_text(value)
 
 
 def _check_process_group(value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import re
 import types
@@ -125,6 +126,17 @@ def _is_explicit_fp32(node: fx.Node) -> bool:
         return False
     given = (*node.args[1:], *node.kwargs.values())
     return node.target == "float" or (node.target in ("to", "type") and torch.float32 in given)
+
+
+def copied_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph of Dynamo's, which goes on using its own."""
+    graph = copy.deepcopy(gm.graph)
+    for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
+        if hasattr(old, "_dynamo_source"):  # AOTAutograd asks for it
+            new._dynamo_source = old._dynamo_source
+    copied = fx.GraphModule(gm, graph, type(gm).__name__)
+    copied.meta = gm.meta
+    return copied
 
 
 def _global_names(code: types.CodeType) -> list[str]:

@@ -32,6 +32,9 @@ BUFFER_STATE, PENDING_STATE, WAITS_STATE = "buffer", "pending", "waits"
 # norm of its gradients; the limit of that norm.
 SCALE_STATE, OVERFLOW_STATE = "loss_scale", "overflow"
 NORM_STATE, LIMIT_STATE = "gradient_norm", "norm_limit"
+# What faults are armed; what they did; what a collective brought the time before.
+FAULT_TABLE, FAULT_NEWS, STALE = "faults", "fault_news", "stale"
+ALARM = "alarm"  # what guards have found in this step
 OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
 
 

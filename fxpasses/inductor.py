@@ -27,6 +27,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from fxpasses.calls import Calls
 from fxpasses.graph import copied
+from fxpasses.guards.option import RECOMPUTE, parse_guards
 from fxpasses.schedule import order
 from fxpasses.schedule.order import Event, OrderError
 from fxpasses.step_calls import StepCalls
@@ -51,6 +52,10 @@ def compile_unit(
     calls = StepCalls(unit) if unit.is_whole_step else Calls(unit)
     patches = {**patches, "custom_partitioner_fn": _Partitioner(unit)}
     schedule_check = unit.hardening.schedule_check
+    recomputes = parse_guards(unit.hardening.guards).on == RECOMPUTE
+    if recomputes:
+        # The cache does not tell code that overwrites saved values from code that does not.
+        patches["fx_graph_cache"] = False
 
     def inner_compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_inference"):
@@ -71,7 +76,12 @@ def compile_unit(
         variants = _VariantCompiler(module, own, kwargs, patches, schedule_check)
         return calls.backward(compiled, variants)
 
-    with functorch_config.patch(enable_autograd_cache=False, backward_pass_autocast="off"):
+    with functorch_config.patch(
+        enable_autograd_cache=False,
+        backward_pass_autocast="off",
+        # What a backward may run twice, it may not overwrite.
+        donated_buffer=functorch_config.donated_buffer and not recomputes,
+    ):
         compiled: Any = compile_fx(gm, list(example_inputs), inner_compile, config_patches=patches)
     return calls.forward(compiled)
 

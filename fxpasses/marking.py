@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpasses.dynamo import copied_graph
 from fxpasses.graph import Role
 
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward)
@@ -67,7 +68,7 @@ def mark(gm: fx.GraphModule, roles: Sequence[Role], held: Mapping[str, str]) -> 
     Raises:
         ValueError: for gradients of parameters that go elsewhere.
     """
-    marked = _copied(gm)
+    marked = copied_graph(gm)
     marking = _Marking(marked.graph, roles, held)
     for module in _graphs(marked):
         for node in module.graph.nodes:
@@ -170,13 +171,3 @@ def _refusal(what: str) -> str:
 
 def _graphs(gm: fx.GraphModule) -> Iterable[fx.GraphModule]:
     return (module for module in gm.modules() if isinstance(module, fx.GraphModule))
-
-
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = copy.deepcopy(gm.graph)
-    for old, new in zip(gm.graph.nodes, graph.nodes, strict=True):
-        if hasattr(old, "_dynamo_source"):  # AOTAutograd asks for it
-            new._dynamo_source = old._dynamo_source
-    copied = fx.GraphModule(gm, graph, type(gm).__name__)
-    copied.meta = gm.meta
-    return copied

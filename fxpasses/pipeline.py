@@ -16,7 +16,9 @@ from typing import Any
 from fxpasses import bisection
 from fxpasses.compression import adapts
 from fxpasses.config import ANY, Hardening
+from fxpasses.faults.spec import INJECTED_BY, PAYLOAD, check_ranks, parse_faults
 from fxpasses.graph import TrainingGraph
+from fxpasses.guards.option import parse_guards
 from fxpasses.passes.base import STAGES, Pass, Report
 from fxpasses.registry import parse_pipeline
 
@@ -152,6 +154,7 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
         ValueError: for an unknown pass or option, a broken contract, or a pipeline that would leave
             gradients unreduced although there are several ranks.
     """
+    _check_faults(hardening.faults, world)
     text = _default(hardening, world) if hardening.passes is None else hardening.passes
     pipeline = _bound(text, hardening, group=group, world=world, rank=rank)
     needs_group = next((p.name for p in pipeline.passes if p.communicates), None)
@@ -170,6 +173,12 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
         raise ValueError(
             f"option 'compression': {text!r} does not compress; put 'compress' in place of 'gradient_sync'"
         )
+    for fault in parse_faults(hardening.faults):
+        name = INJECTED_BY.get(fault.phase)
+        if name is not None and name not in {p.name for p in pipeline.passes}:
+            raise ValueError(
+                f"option 'faults': {fault.text!r} needs pass {name!r}; add it to the pipeline"
+            )
     for option in ("clip_norm", "watch"):
         if getattr(hardening, option) is not None and "clipped" not in provided:
             raise ValueError(
@@ -181,6 +190,15 @@ def build(hardening: Hardening, group: str | None, world: int, rank: int) -> Pip
                 )
             )
     return pipeline
+
+
+def _check_faults(text: str, world: int) -> None:
+    check_ranks(text, world)
+    for fault in parse_faults(text):
+        if fault.phase == PAYLOAD and world == 1:
+            raise ValueError(
+                f"option 'faults': {fault.text!r}: with one rank nothing is sent; expected another phase"
+            )
 
 
 def on_one_rank(hardening: Hardening) -> Pipeline:
@@ -206,12 +224,25 @@ def _default(hardening: Hardening, world: int) -> str:
     precision = ("cast",) if hardening.precision != "fp32" else ()
     scaled, clipped = bool(hardening.loss_scale_in_graph), hardening.clip_norm is not None
     planned = hardening.schedule == "auto" and world > 1
+    faults = {INJECTED_BY.get(fault.phase) for fault in parse_faults(hardening.faults)}
+    forward, backward, payload = (
+        (name,) if name in faults else () for name in ("inject_forward", "inject", "inject_payload")
+    )
+    guards = parse_guards(hardening.guards)
     lines = (
         *precision,  # first, so that all others see the graph that will run
+        *(("check_products",) if guards.products else ()),
+        *forward,  # last on the joint graph: it strikes what runs
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
+        *(("check_gradient_products",) if guards.products else ()),
+        *(("check_values",) if guards.values else ()),  # at their own scale
+        *backward,  # on what each rank has made, at its own scale
         *((*_SYNCHRONISE, exchange) if world > 1 else ()),
+        *(("check_payloads",) if world > 1 and guards.payloads else ()),
+        *payload,  # on what is launched
         # Behind the compression: the next step's levels depend on what was reduced.
         *(("measure_norms",) if world > 1 and adapts(hardening.compression) else ()),
+        *(("agree_alarms",) if world > 1 and guards.in_graph else ()),  # behind all checks
         *(("clip_norm",) if clipped else ()),  # on reduced gradients: all ranks have the same norm
         *(("overflow",) if scaled else ()),  # on what the optimizer will see
         *(("schedule",) if planned else ()),  # last: it moves what is there, and adds nothing

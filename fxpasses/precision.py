@@ -12,7 +12,6 @@ autocast_mode.h`), stated for the smaller operators that compositions are made o
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -106,14 +105,14 @@ def class_of(node: fx.Node, rules: Rules = ()) -> str:
     qualified name of its module (`blocks.*.norm`), else by the table.
     """
     name = operator_name(node)
-    modules = _modules(node)
+    modules = modules_of(node)
     for pattern, kind in reversed(rules):
         if pattern == f"aten.{name}" or any(fnmatch.fnmatchcase(m, pattern) for m in modules):
             return kind
     return TABLE.get(name, DENY)
 
 
-def _modules(node: fx.Node) -> Iterable[str]:
+def modules_of(node: fx.Node) -> list[str]:
     """Qualified names of the modules that a node belongs to, the outermost first."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [_qualified(path) for path, _ in stack.values()]

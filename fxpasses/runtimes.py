@@ -21,7 +21,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxpasses.clipping import Clipping
 from fxpasses.config import Hardening, LossScale, Watching, nearest
 from fxpasses.coverage import check_optimizer
+from fxpasses.distributed.group import Group
 from fxpasses.distributed.plans import PlannedCollective
+from fxpasses.faults.arming import Faults
+from fxpasses.faults.spec import UPDATE
+from fxpasses.guards.alarms import Alarms
+from fxpasses.guards.replicas import check_replicas
 from fxpasses.levels import Branch
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.state import STORE
@@ -85,6 +90,9 @@ class Runtime:
         self._hardening: Hardening | None = None
         self._clipping: Clipping | None = None
         self._loaded_watch: Mapping[str, Any] | None = None  # before there is one
+        self._faults: Faults | None = None
+        self._loaded_faults: Mapping[str, Any] | None = None  # before there are any
+        self._alarms: Alarms | None = None
         self._asked: list[bool] = []  # by `no_sync` (False) and `sync` (True), the innermost last
 
     @property
@@ -129,6 +137,8 @@ class Runtime:
             found["loss_scale"] = self.scaler.state_dict()
         if self.clipping is not None and self.watch is not None:
             found["watch"] = self.clipping.state_dict()
+        if self.faults is not None:
+            found["faults"] = self.faults.state_dict()
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -153,6 +163,8 @@ class Runtime:
             self.load_scale(state_dict["loss_scale"])
         if "watch" in state_dict:
             self._load_watch(state_dict["watch"])
+        if "faults" in state_dict:
+            self._load_faults(state_dict["faults"])
         for key, tensor in state_dict["state"].items():
             kind, _, name = key.partition("/")
             STORE.put(parameters[name], kind, tensor)
@@ -223,6 +235,67 @@ class Runtime:
                 f"with {root._clipping}"
             )
         return root._clipping
+
+    @property
+    def faults(self) -> Faults | None:
+        """What is injected (option `faults`); None before the first forward, or without the option."""
+        return self.root._faults
+
+    def use_faults(self, text: str, rank: int) -> Faults:
+        """The faults that the option asks for: those that are there, or new ones.
+
+        Raises:
+            ValueError: when parts of one model ask for different ones.
+        """
+        root = self.root
+        if root._faults is None:
+            root._faults = Faults(text, rank)
+            if root._loaded_faults is not None:
+                root._faults.load_state_dict(root._loaded_faults)
+        elif root._faults.text != text:
+            raise ValueError(
+                f"option 'faults': got {text!r}, but another part of this model was compiled with "
+                f"{root._faults.text!r}"
+            )
+        return root._faults
+
+    @property
+    def alarms(self) -> Alarms | None:
+        """What guards found (option `guards`); None before the first forward, or without the option."""
+        return self.root._alarms
+
+    def use_alarms(self, text: str, group: Group) -> Alarms:
+        """Those that the option asks for: the ones that are there, or new ones.
+
+        Raises:
+            ValueError: when parts of one model ask for different ones.
+        """
+        root = self.root
+        if root._alarms is None:
+            root._alarms = Alarms(text, group)
+        elif root._alarms.text != text:
+            raise ValueError(
+                f"option 'guards': got {text!r}, but another part of this model was compiled with "
+                f"{root._alarms.text!r}"
+            )
+        return root._alarms
+
+    def check_replicas(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if parameters or state of an optimizer differ over the ranks, at the steps that are to be."""
+        alarms = self.alarms
+        if alarms is not None and alarms.compares_replicas:
+            check_replicas(alarms.group, optimizer, self.names())
+
+    def strike_update(self) -> None:
+        """Called when an optimizer of ours has updated parameters."""
+        faults = self.faults
+        if faults is not None and faults.has(UPDATE):
+            faults.update(self.names())
+
+    def _load_faults(self, state: Mapping[str, Any]) -> None:
+        self.root._loaded_faults = state
+        if self.faults is not None:
+            self.faults.load_state_dict(state)
 
     def _load_watch(self, state: Mapping[str, Any]) -> None:
         self.root._loaded_watch = state
@@ -329,20 +402,33 @@ class Runtime:
     def end_step(self) -> bool:
         """Called by each optimizer before it steps; whether the step is skipped."""
         root = self.root
+        skips = root._end_checks()
         root._step_ended = True
         if root._scaler is not None:
             root._step.skipped = root._scaler.skips()
+        root._step.skipped |= skips
         root._end_clipping()
         return root._step.skipped
 
     def end_step_on_device(self) -> torch.Tensor | None:
         """The same without waiting for the device: 1 if the step is skipped; None where none can be."""
         root = self.root
+        skips = root._end_checks()
         root._step_ended = True
         if root._scaler is not None:
             root._skips = root._scaler.decide()
+        if skips:
+            root._skips = torch.ones(())
         root._end_clipping()
         return root._skips
+
+    def _end_checks(self) -> bool:
+        """Once a step, whatever the number of optimizers; whether guards want it skipped."""
+        if self._step_ended:
+            return self._step.skipped
+        if self._faults is not None:
+            self._faults.end_step()
+        return self._alarms is not None and self._alarms.end_step()
 
     def _end_clipping(self) -> None:
         if self._clipping is not None and self._step.gradient_norm is not None:
@@ -371,6 +457,9 @@ class Runtime:
         self._hardening = self._hardening or other._hardening
         self._clipping = self._clipping or other._clipping
         self._loaded_watch = self._loaded_watch or other._loaded_watch
+        self._faults = self._faults or other._faults
+        self._loaded_faults = self._loaded_faults or other._loaded_faults
+        self._alarms = self._alarms or other._alarms
         other._merged_into = self
 
 
@@ -462,7 +551,14 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: 
                 "overflow has been decided already; use loss_scale='none' with it"
             )
         owner.check_clipping(optimizer)
-        if not getattr(optimizer, DECIDES_ON_DEVICE, False) and owner.end_step():
+        owner.check_replicas(optimizer)
+        decides = getattr(optimizer, DECIDES_ON_DEVICE, False)
+        if owner.faults is not None and owner.faults.has(UPDATE) and not decides:
+            raise ValueError(
+                "option 'faults': where=update strikes inside of an update; give the optimizer to "
+                "fxpasses.optimizer"
+            )
+        if not decides and owner.end_step():
             for parameter in parameters:
                 if _OWNER.get(parameter) is owner:
                     parameter.grad = None

@@ -72,7 +72,7 @@ def join(step: WholeStep, graph: TrainingGraph) -> None:
     for node in step.tail:
         if node.target is not MARKER:
             env[node] = _inline(graph, node, env, values, step)
-    added = outputs[len(step.head.graph.output_node().args[0]) :]  # type: ignore[arg-type]
+    added = outputs[step.head_outputs :]
     _write_others(graph, [(value, role) for _, value, role in added if role.kind == "mutation"])
     _return(step, graph, env, [(v, r) for _, v, r in added if r.kind != "mutation"])
 

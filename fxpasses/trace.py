@@ -83,8 +83,15 @@ def trace(
         return [observe]
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        gm, unit = backend.make_unit(gm, example_inputs, options, inductor.decompositions())
-        return inductor.trace_unit(gm, example_inputs, unit)
+        gm, inputs, unit = backend.make_unit(gm, example_inputs, options, inductor.decompositions())
+        traced, states = inductor.trace_unit(gm, inputs, unit), unit.forward_states
+
+        def run(*args: Any) -> Any:
+            fresh = [torch.full(s.shape, s.fill, dtype=s.dtype, device=s.device) for s in states]
+            outputs = traced(*args, *fresh)
+            return outputs[: len(outputs) - len(states)]
+
+        return run
 
     with (
         fake_world(world, rank),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpasses import aot, tail
+from fxpasses import aot, forward_state, tail
 from fxpasses.compression import parse_rules
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import Group, global_rank
@@ -28,6 +28,7 @@ from fxpasses.dump.repro import Repro
 from fxpasses.dump.torch_trace import TorchTrace, is_traced
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
+from fxpasses.faults.sites import Places, places_of
 from fxpasses.graph import (
     Role,
     StateSpec,
@@ -36,6 +37,7 @@ from fxpasses.graph import (
     empty_like,
     tangents_reaching,
 )
+from fxpasses.guards.alarms import places_of_alarms
 from fxpasses.levels import LevelChoice
 from fxpasses.observers import CheckRules, GraphName, watchers_of
 from fxpasses.passes.clip_norm import ClipNorm
@@ -67,12 +69,16 @@ class Backward:
         states: state inputs in the order in which they follow the graph's own inputs.
         collectives: what it issues, in order.
         events: its order of collectives and heavy operators.
+        places: for faults.
+        alarm_places: by number, what guards' alarms can be about.
     """
 
     module: fx.GraphModule
     states: tuple[StateSpec, ...]
     collectives: tuple[PlannedCollective, ...]
     events: tuple[Event, ...]
+    places: Places
+    alarm_places: dict[int, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +111,7 @@ class Unit:
         decompositions: dict[Any, Callable[..., Any]],
         is_whole_step: bool = False,
         sets_gradients: Iterable[str] = (),
+        forward_states: tuple[StateSpec, ...] = (),
     ) -> None:
         self.id = next(_ids)
         self.region = region_being_compiled()
@@ -112,7 +119,10 @@ class Unit:
         self.group = group
         self.pipeline = pipeline
         self.scope = scope
-        self.input_roles = tuple(input_roles)
+        self.input_roles = (*input_roles, *(Role("state", s.name) for s in forward_states))
+        self.forward_states = forward_states
+        self.places = Places()  # for faults in the forward
+        self.alarm_places: dict[int, str] = {}  # that guards of the forward can be about
         self.decompositions = decompositions
         self.is_whole_step = is_whole_step
         self.whole_step: WholeStep | None = None  # once it has been traced
@@ -195,8 +205,10 @@ class Unit:
                 )
             forward_outputs = kwargs["num_fwd_outputs"]
             aot.annotate_joint(joint, forward_outputs, self.input_roles)
+            forward_state.annotate(joint, self.forward_states)
             whole = TrainingGraph(joint, self.decompositions)
             self._run(self.pipeline, "joint", whole, self._onlookers("joint"))
+            self._note_places(whole)
             forward, backward = split(joint, joint_inputs, **kwargs)
             aot.annotate_backward(backward, joint, forward_outputs)
             graph = TrainingGraph(backward)
@@ -211,10 +223,15 @@ class Unit:
         with user_errors_visible():
             outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
             aot.annotate_joint(module, outputs, self.input_roles)
+            forward_state.annotate(module, self.forward_states)
             self._warn_of_statistics(aot.written_buffers(module))
             if self.pipeline.stage("joint"):
                 graph = TrainingGraph(module, self.decompositions)
                 self._run(self.pipeline, "joint", graph, self._onlookers("inference"))
+                self._note_places(graph)
+
+    def _note_places(self, joint: TrainingGraph) -> None:
+        self.places, self.alarm_places = places_of(joint), places_of_alarms(joint)
 
     def _warn_of_statistics(self, written: Iterable[StateSpec]) -> None:
         """Running statistics travel with a backward; without one each rank keeps its own."""
@@ -267,7 +284,9 @@ class Unit:
         if step is not None:
             tail.join(step, graph)
         collectives, events = planned_collectives(graph), events_of(graph.graph)
-        return Backward(module, _lower_state(graph, step is None), collectives, events)
+        places = places_of(graph)
+        states = _lower_state(graph, step is None)
+        return Backward(module, states, collectives, events, places, places_of_alarms(graph))
 
     def _prepare(self, graph: TrainingGraph, variant: Variant) -> None:
         if self.whole_step is None:

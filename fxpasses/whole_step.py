@@ -84,6 +84,11 @@ class WholeStep:
         return len(self.source.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
+    def head_outputs(self) -> int:
+        """How many outputs the head was cut with; passes may have added state to it."""
+        return len(self.marks) + len(self.before) + len(self.kept) + len(self.written)
+
+    @property
     def works_on_gradients(self) -> str:
         """Where the tail does more than filling `.grad` (`file:line`); else empty."""
         filling = (MARKER, COPY, WRITE, *_FORM_ONLY)

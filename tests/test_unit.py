@@ -27,9 +27,9 @@ def unit_of(program: Any, *args: torch.Tensor, **options: Any) -> Unit:
     units: list[Unit] = []
 
     def compiler(gm, example_inputs):
-        gm, unit = backend.make_unit(gm, example_inputs, options, {})
+        gm, inputs, unit = backend.make_unit(gm, example_inputs, options, {})
         units.append(unit)
-        return eager.compile_unit(gm, example_inputs, unit)
+        return eager.compile_unit(gm, inputs, unit)
 
     torch.compile(program, backend=compiler, fullgraph=True)(*args)
     (unit,) = units

@@ -8,6 +8,7 @@ from fxpasses import __version__
 from fxpasses.cli.bisect import bisect
 from fxpasses.cli.completion import completion
 from fxpasses.cli.dump import dump
+from fxpasses.cli.faults import faults
 from fxpasses.cli.passes import passes
 from fxpasses.cli.plan import plan
 
@@ -23,3 +24,4 @@ main.add_command(passes)
 main.add_command(bisect)
 main.add_command(completion)
 main.add_command(plan)
+main.add_command(faults)

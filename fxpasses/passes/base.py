@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from fxpasses.graph import TrainingGraph
+from fxpasses.graph import StateSpec, TrainingGraph
 
 STAGES = ("joint", "backward")
 # What the process group decides, not the user. `layout`: names of all parameters that take part on some rank,
@@ -71,6 +71,12 @@ class Pass:
     def run(self, graph: TrainingGraph) -> Report:
         """Rewrite the graph in place."""
         raise NotImplementedError
+
+    def forward_states(self, device: torch.device) -> tuple[StateSpec, ...]:
+        """What a pass of the stage `joint` reads and writes across calls of a forward, all of it: it has to be
+        known before the forward is traced. Passes of the stage `backward` ask when they run (`add_state`).
+        """
+        return ()
 
     def error_bound(self) -> str:
         """For passes that change numerics: the bound, in words and symbols, that its tests check."""

@@ -24,6 +24,14 @@ EVERYTHING = '{"precision": "bf16", "loss_scale": "dynamic", "clip_norm": 1.0}'
 OPTIONS = {
     "compress": '{"compression": "int4"}',
     "measure_norms": '{"compression": "adaptive"}',
+    "check_products": '{"guards": "products"}',
+    "check_gradient_products": '{"guards": "products"}',
+    "check_values": '{"guards": "values"}',
+    "check_payloads": '{"guards": "payloads"}',
+    "agree_alarms": '{"guards": "payloads"}',
+    "inject_forward": '{"faults": "bitflip{where=forward:left}"}',
+    "inject": '{"faults": "bitflip{where=gradient:left.weight}"}',
+    "inject_payload": '{"faults": "bitflip{where=payload:left.weight}"}',
     "schedule": '{"compression": "int8", "schedule": "auto"}',
 }
 

@@ -21,8 +21,12 @@ from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
+from fxpasses.passes.check_payloads import CheckPayloads
+from fxpasses.passes.check_products import CheckGradientProducts
+from fxpasses.passes.check_values import CheckValues
 from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
+from fxpasses.passes.inject import Inject, InjectPayload
 from fxpasses.passes.loss_scale import LossScaling
 from fxpasses.passes.overflow import Overflow
 from fxpasses.passes.participation import Participation
@@ -50,6 +54,7 @@ from tests.testing.compression import (
     sums_in_order,
     thin_matrices,
 )
+from tests.testing.faults import BOTH, PAYLOADS, faults_as_promised
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -344,6 +349,11 @@ def statistics_as_promised(run: Run) -> None:
 
 # What each pass may say of its nodes: dumps, bisection and recovery paths go by these names.
 RULES = {
+    "inject": {"bitflip", "sign", "news"},
+    "inject_payload": {"bitflip", "stale", "news"},
+    "check_gradient_products": {"checksum", "alarm"},
+    "check_values": {"limit", "alarm"},
+    "check_payloads": {"checksum", "alarm"},
     "cast": {"cast"},
     "bucketing": {"flatten", "unflatten"},
     "participation": {"launch", "finish"},
@@ -773,6 +783,11 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "loss_scale": (LossScaling(), (scaled_as_promised, no_leftovers)),
     "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
+    "check_gradient_products": (CheckGradientProducts(), (no_leftovers,)),
+    "check_values": (CheckValues("values=1e30"), (no_leftovers,)),
+    "check_payloads": (CheckPayloads(), (no_leftovers,)),
+    "inject": (Inject(BOTH), (faults_as_promised, no_leftovers)),
+    "inject_payload": (InjectPayload(PAYLOADS), (faults_as_promised, no_leftovers)),
     "gradient_sync_at_once": (
         GradientSync(overlap=False),
         (sync_as_promised, division_of_the_mean),

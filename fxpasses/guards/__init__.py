@@ -1,0 +1,1 @@
+"""Guards: what notices numbers that no correct computation made, and what happens then."""

@@ -1,0 +1,166 @@
+"""Alarms of guards: a state that graphs write and the host reads once a step.
+
+alarm [2] int64    how many, and the number of a place that one came from
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from fxpasses.distributed.group import Group
+from fxpasses.faults.models import drawn
+from fxpasses.graph import ALARM, StateSpec, TrainingGraph
+from fxpasses.guards.option import SKIP, Guards, parse_guards
+from fxpasses.precision import modules_of, operator_name
+from fxpasses.rewrite import Provenance, model_line, splice
+
+_PLACES = "alarm_places"
+
+
+class FaultDetected(RuntimeError):
+    """A guard found a value that no correct computation made. The optimizer's step was not taken."""
+
+
+def alarm_spec(device: torch.device) -> StateSpec:
+    return StateSpec(ALARM, "", (2,), torch.int64, device)
+
+
+def write_alarms(graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.Node, str]]) -> None:
+    """Add alarms to the state.
+
+    Args:
+        wrong: pairs of a bool without dimensions and the place that it is about.
+    """
+    places = {drawn("alarm", place): place for _, place in wrong}
+    graph.module.meta[_PLACES] = {**graph.module.meta.get(_PLACES, {}), **places}
+    numbers = [drawn("alarm", place) for _, place in wrong]
+    spec = alarm_spec(wrong[0][0].meta["val"].device)
+    came_in = graph.add_state(spec)
+    so_far = next((n for _, n, r in graph.outputs("state") if r.name == spec.name), came_in)
+
+    def total(old: Tensor, flags: list[Tensor]) -> Tensor:
+        found = torch.stack([flag.long() for flag in flags])
+        of = torch.stack([flag.long() * n for flag, n in zip(flags, numbers, strict=True)]).amax()
+        count, place = old[0] + found.sum(), torch.maximum(old[1], of)
+        return torch.stack([count, place])
+
+    told = splice(
+        graph,
+        graph.output_node,
+        total,
+        so_far,
+        [flag for flag, _ in wrong],
+        name="alarm",
+        provenance=Provenance(made_by, "alarm"),
+    )
+    graph.write_state(spec.name, told)
+
+
+def places_of_alarms(graph: TrainingGraph) -> dict[int, str]:
+    """By number, all places that the alarms of a graph can be about."""
+    return graph.module.meta.get(_PLACES, {})
+
+
+def place_of(node: fx.Node, kind: str) -> str:
+    """How a node is named in an alarm."""
+    modules = [name for name in modules_of(node) if name]
+    where = f" of {modules[-1]}" if modules else ""
+    line = f" ({model_line(node)})" if model_line(node) else ""
+    return f"{kind}: {operator_name(node)}{where} {node.name}{line}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+    """What a step's guards found.
+
+    Attributes:
+        step: from 0.
+        count: places that differed.
+        place: one of them.
+    """
+
+    step: int
+    count: int
+    place: str
+
+
+class Alarms:
+    """The alarms of one model, in `fxpasses.runtime(model).alarms`.
+
+    Attributes:
+        guards: the option.
+        group: the ranks that train together.
+        events: an `Alarm` for each step that had one.
+    """
+
+    def __init__(self, text: str, group: Group) -> None:
+        self.text = text
+        self.group = group
+        self.guards: Guards = parse_guards(text)
+        self.events: list[Alarm] = []
+        self._step = 0
+        self._places: dict[int, str] = {}
+        self._tensors: dict[torch.device, Tensor] = {}
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """The state."""
+        if device not in self._tensors:
+            self._tensors[device] = torch.zeros(2, dtype=torch.int64, device=device)
+        return self._tensors[device]
+
+    def learn(self, places: dict[int, str]) -> None:
+        self._places.update(places)
+
+    def end_step(self) -> bool:
+        """Whether the step is to be skipped; waits for the device.
+
+        Raises:
+            FaultDetected: for an alarm, unless steps are to be skipped.
+        """
+        found = self.take()
+        self._step += 1
+        if found is None:
+            return False
+        self.events.append(found)
+        if self.guards.on != SKIP:
+            self._fail(found)
+        return True
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether parameters are to be compared in front of the update that is about to happen."""
+        digest = self.guards.digest
+        return digest > 0 and self._step > 0 and self._step % digest == 0
+
+    def check_now(self) -> None:
+        """Where no optimizer's step follows.
+
+        Raises:
+            FaultDetected: for an alarm.
+        """
+        found = self.take()
+        if found is not None:
+            self.events.append(found)
+            self._fail(found)
+
+    def _fail(self, found: Alarm) -> None:
+        raise FaultDetected(
+            f"option 'guards': step {found.step}: {found.count} alarm(s); {found.place} does not agree "
+            "with its checksum or limit. The optimizer's step was not taken"
+        )
+
+    def take(self) -> Alarm | None:
+        """What has been found so far; forgets it."""
+        count, number = 0, 0
+        for tensor in self._tensors.values():
+            row = tensor.tolist()
+            count, number = count + row[0], max(number, row[1])
+            if row[0]:
+                tensor.zero_()
+        if not count:
+            return None
+        return Alarm(self._step, count, self._places.get(number, "a place on another rank"))

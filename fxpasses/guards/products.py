@@ -1,0 +1,91 @@
+"""Checksums of matrix products: a row's sum, computed in two ways.
+
+    C = A B + D        sum_j C[i, j]   against   A[i, :] (sum_j B[:, j]) + sum_j D[i, j]
+
+Algorithm-based fault tolerance after Huang and Abraham (IEEE Trans. Computers, 1984). Sums are taken in fp64,
+so that what differs without a fault are the roundings inside the product. These add up like a random walk
+(Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019:
+with probability 1 - 2 exp(-L^2 / 2) the constant n of the classical bound becomes L sqrt(n)). With u the unit
+roundoff of the accumulation, u' that of the result, K the inner size, b = B e the row sums of B, c = C e:
+
+    |c_i - A_i b - d_i|  <=  L u |A_i| max(|B|_F, |b|)  +  L (u sqrt(K) + u') max(|C_i|, |c_i|)  +  tiny
+
+The first term is the walk of partial sums around their mean, the second their drift and the last rounding;
+the maxima cover columns that are alike, whose roundings are alike too. L is 8. It splits mean and variance as
+V-ABFT does (2026), whose factors are of the same size; it is a statement about roundings that are not
+adversarial, not a proof.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, fx
+
+from fxpasses.graph import TrainingGraph
+from fxpasses.precision import ALLOW, class_of, operator_name
+
+DEVIATIONS = 8.0  # L
+CHECKED = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # where A and B stand
+_ADDED = ("addmm", "baddbmm")
+
+
+def checkable(graph: TrainingGraph, among: set[fx.Node]) -> list[fx.Node]:
+    """The products that have a checksum."""
+    return [n for n in graph.walk() if n in among and operator_name(n) in CHECKED and _fits(n)]
+
+
+def unchecked(graph: TrainingGraph, among: set[fx.Node]) -> list[fx.Node]:
+    """The products that have none: convolutions, fused attention, matrices times vectors."""
+    known = set(checkable(graph, among))
+    return [n for n in graph.walk() if n in among and class_of(n) == ALLOW and n not in known]
+
+
+def parts(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """A, B and D of a product."""
+    first, second = CHECKED[operator_name(node)]
+    added = node.args[0] if operator_name(node) in _ADDED else None
+    return node.args[first], node.args[second], added  # type: ignore[return-value]
+
+
+def is_wrong(c: Tensor, a: Tensor, b: Tensor, d: Tensor | None) -> Tensor:
+    """Whether a row of C = A B + D is further from its checksum than roundings go. NaN and infinity are,
+    unless they came in, or the product may be larger than its dtype holds.
+
+    Args:
+        c: [..., M, N]; a: [..., M, K]; b: [..., K, N]; d: broadcasts to c.
+
+    Returns:
+        bool, no dimensions.
+    """
+    wide = torch.float64
+    inner = a.shape[-1]
+    b_wide = b.to(wide)
+    b_sums = b_wide.sum(-1)
+    spread = torch.maximum(b_wide.square().sum((-1, -2)), b_sums.square().sum(-1)).sqrt()
+    a_wide = a.to(wide)
+    expected = (a_wide * b_sums.unsqueeze(-2)).sum(-1)
+    a_norms = a_wide.square().sum(-1).sqrt()
+    c_wide = c.to(wide)
+    found, c_norms = c_wide.sum(-1), c_wide.square().sum(-1).sqrt()
+    if d is not None:
+        expected = expected + d.to(wide).expand(c.shape).sum(-1)
+    drift = torch.maximum(c_norms, found.abs())
+    unit = torch.finfo(torch.float64 if c.dtype == torch.float64 else torch.float32).eps / 2
+    rounding = 0.0 if c.dtype.itemsize >= 4 else torch.finfo(c.dtype).eps / 2
+    bound = unit * a_norms * spread.unsqueeze(-1) + (unit * math.sqrt(inner) + rounding) * drift
+    tiny = torch.finfo(c.dtype).tiny * c.shape[-1]
+    agrees = (found - expected).abs() <= DEVIATIONS * bound + tiny
+    # What may overflow, or was not finite when it came in, is no fault of this product.
+    may_overflow = ~(a_norms * spread.unsqueeze(-1) < torch.finfo(c.dtype).max)
+    return ~torch.where(found.isfinite(), agrees, may_overflow).all()
+
+
+def _fits(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    a, b, _ = parts(node)
+    same = all(n.meta["val"].dtype == value.dtype for n in (a, b) if isinstance(n, fx.Node))
+    scaled = any(node.kwargs.get(key, 1) != 1 for key in ("alpha", "beta"))
+    static = not any(isinstance(s, torch.SymInt) for s in a.meta["val"].shape[-1:])
+    return value.is_floating_point() and bool(value.numel() != 0) and same and not scaled and static

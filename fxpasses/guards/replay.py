@@ -1,0 +1,55 @@
+"""Recompute a region that a guard had an alarm about, from a snapshot of what it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from fxpasses.guards.alarms import Alarms, FaultDetected
+from fxpasses.guards.option import RECOMPUTE
+
+Result = TypeVar("Result")
+
+
+def recomputes(alarms: Alarms | None) -> bool:
+    return alarms is not None and alarms.guards.on == RECOMPUTE
+
+
+def guarded(
+    alarms: Alarms | None, run: Callable[[], Result], written: Iterable[torch.Tensor]
+) -> Result:
+    """Run a region; where its guards alarm and that is what is to be done, once more.
+
+    Over several ranks a graph that communicates has its alarms agreed on, so that all of them run again, or
+    none.
+
+    Args:
+        run: leaves its inputs as they are, but for `written` and the state of torch's random numbers.
+
+    Raises:
+        FaultDetected: if there is an alarm again.
+    """
+    if alarms is None or not recomputes(alarms):
+        return run()
+    tensors = list(written)
+    kept = [tensor.clone() for tensor in tensors]
+    random = torch.get_rng_state()
+    result = run()
+    found = alarms.take()
+    if found is None:
+        return result
+    with torch.no_grad():
+        for tensor, value in zip(tensors, kept, strict=True):
+            tensor.copy_(value)
+    torch.set_rng_state(random)
+    result = run()
+    alarms.events.append(found)
+    again = alarms.take()
+    if again is not None:
+        raise FaultDetected(
+            f"option 'guards': step {again.step}: {again.place} does not agree with its checksum or limit, and "
+            "did not when it was recomputed; the fault is not transient"
+        )
+    return result

@@ -1,0 +1,148 @@
+"""Checksums in what is sent.
+
+    compressed   payload ─▶ seal ─▶ launch ─ … ─▶ wait ─┬▶ decode
+                                                        └▶ broken? ─▶ alarm (state)
+    dense        payload ─┬▶ all_reduce ─ … ─▶ wait ─┬▶ views
+                          └▶ sums ─▶ all_reduce ─ … ─┴▶ sums again, against these ─▶ alarm (state)
+
+Before: payloads on their way. After: the same, each compressed one with a checksum in its header
+(`custom_ops.checksum`), which the receivers compare; of each dense one the sums of chunks and of their
+absolute values are reduced as well, in fp64, and compared with the sums of the result. What a fault hits on
+the way to the wire it hits behind the seal.
+
+A result is rounded W - 1 times or less in the dtype of the wire, so the sum of a chunk of n elements is off
+by no more than L u sqrt(W) (its absolute values' sum) / sqrt(n), where roundings are as in
+`guards/products.py`; the bound here leaves out the division, as elements may be alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+import custom_ops.checksum  # noqa: F401  (registers operators)
+from fxpasses.effects import is_launch, is_wait
+from fxpasses.graph import TrainingGraph
+from fxpasses.guards.alarms import write_alarms
+from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.rewrite import Provenance, splice
+
+C10D = torch.ops._c10d_functional
+CHUNK = 1024  # elements that one dense checksum covers
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckPayloads(Pass):
+    """Environment: `group` (registered name of the process group), `world` (its size)."""
+
+    group: str | None = from_environment("group")
+    world: int | None = from_environment("world")
+
+    name: ClassVar[str] = "check_payloads"
+    stage: ClassVar[str] = "backward"
+    requires: ClassVar[frozenset[str]] = frozenset({"reduced"})
+
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return any(_is_sealed(n) or _is_dense(n) for n in graph.walk())
+
+    def run(self, graph: TrainingGraph) -> Report:
+        launches = [n for n in graph.walk() if _is_sealed(n) or _is_dense(n)]
+        if not launches:
+            return Report(changed=False)
+        wrong = []
+        for launch in launches:
+            check = self._seal if _is_sealed(launch) else self._sum
+            parameters = launch.meta["provenance"].parameters
+            wrong.append((check(graph, launch), f"payload of {', '.join(parameters)}"))
+        write_alarms(graph, self.name, wrong)
+        dense = sum(map(_is_dense, launches))
+        return Report(True, {"sealed": len(launches) - dense, "summed": dense})
+
+    def _write(self, graph: TrainingGraph, before: fx.Node, launch: fx.Node, fn, *args) -> fx.Node:  # type: ignore[no-untyped-def]
+        origin = dataclasses.replace(
+            launch.meta["provenance"], pass_name=self.name, rule="checksum"
+        )
+        return splice(graph, before, fn, *args, name=f"check_{launch.name}", provenance=origin)
+
+    def _seal(self, graph: TrainingGraph, launch: fx.Node) -> fx.Node:
+        (payload,), (wait,) = launch.all_input_nodes, launch.users
+        world = self.world
+        pieces = world if launch.target is C10D.all_to_all_single.default else 1
+        sealed = self._write(
+            graph, launch, launch, lambda x: torch.ops.fxpasses.seal(x, pieces), payload
+        )
+        if "bucket" in payload.meta:
+            sealed.meta["bucket"] = payload.meta["bucket"]
+        launch.replace_input_with(payload, sealed)
+        return self._write(
+            graph,
+            wait.next,
+            launch,
+            lambda x: torch.ops.fxpasses.broken(x.view(world, -1), 1).any(),
+            wait,
+        )
+
+    def _sum(self, graph: TrainingGraph, launch: fx.Node) -> fx.Node:
+        (payload,), (wait,) = launch.all_input_nodes, launch.users
+        origin = Provenance(self.name, "checksum", launch.name)
+        sums = splice(
+            graph,
+            launch.next,
+            lambda x: C10D.all_reduce(_sums(x), "sum", self.group),
+            payload,
+            name=f"check_{launch.name}",
+            provenance=origin,
+        )
+        unit = torch.finfo(payload.meta["val"].dtype).eps / 2
+        rounding = unit * self.world  # type: ignore[operator]
+        return self._write(
+            graph,
+            wait.next,
+            launch,
+            lambda x, sums: _differ(x, C10D.wait_tensor(sums), rounding),
+            wait,
+            sums,
+        )
+
+
+def _sums(payload: Tensor) -> Tensor:
+    """[chunks, 2] fp64: the sum of each chunk, and of its absolute values."""
+    wide = payload.double()
+    short = -payload.numel() % CHUNK
+    chunks = torch.nn.functional.pad(wide, (0, short)).view(-1, CHUNK)
+    return torch.stack([chunks.sum(1), chunks.abs().sum(1)], 1)
+
+
+def _differ(result: Tensor, sums: Tensor, rounding: float) -> Tensor:
+    found = _sums(result)[:, 0]
+    expected, size = sums.unbind(1)
+    agrees = (found - expected).abs() <= rounding * size + torch.finfo(result.dtype).tiny * CHUNK
+    # A gradient that is not finite is not the wire's fault; sums of those that are may overflow there.
+    unusual = ~(size < torch.finfo(result.dtype).max)
+    return ~(agrees | unusual).all()
+
+
+def _carries_gradients(node: fx.Node) -> bool:
+    origin = node.meta.get("provenance")
+    return is_launch(node) and origin is not None and bool(origin.parameters)
+
+
+def _is_sealed(node: fx.Node) -> bool:
+    """A payload with a header, which has room for a checksum."""
+    if not _carries_gradients(node) or not all(is_wait(user) for user in node.users):
+        return False
+    value = node.all_input_nodes[0].meta["val"]
+    return value.dtype == torch.uint8 and node.target in (
+        C10D.all_gather_into_tensor.default,
+        C10D.all_to_all_single.default,
+    )
+
+
+def _is_dense(node: fx.Node) -> bool:
+    if not _carries_gradients(node) or node.target is not C10D.all_reduce.default:
+        return False
+    value = node.all_input_nodes[0].meta["val"]
+    return value.is_floating_point() and value.dim() == 1

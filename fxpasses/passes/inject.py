@@ -1,0 +1,243 @@
+"""Faults as nodes of the graph: what they do is written once, what is armed is state.
+
+    before   mm ─▶ relu            after   mm ─▶ (bits & keep) ^ flip where armed ─▶ relu
+                                           table (state) ──┘                 └─▶ news (state)
+
+Before: a graph of a stage. After: each tensor that a fault of option `faults` may happen to passes through
+elementwise operators which change nothing while its row in the table is zero. The table says which site,
+element and bits are armed in this step; the news say what has been hit. So a campaign of any length has one
+compilation, and what is not asked for is not in the graph.
+
+Three passes, since phases are known at three places: `inject_forward` last on the joint graph, so that guards
+read what was hit; `inject` on the backward, before gradients are bucketed, in local backwards too;
+`inject_payload` behind whatever launches collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpasses.faults import models
+from fxpasses.faults.sites import (
+    Site,
+    gradient_sites,
+    operator_sites,
+    payload_sites,
+    select,
+)
+from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT, Fault, parse_faults
+from fxpasses.graph import FAULT_NEWS, FAULT_TABLE, STALE, StateSpec, TrainingGraph
+from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.rewrite import Provenance, splice
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inject(Pass):
+    """Environment: `faults`, the option in pipeline form."""
+
+    faults: str | None = from_environment("faults")
+
+    def __post_init__(self) -> None:
+        parse_faults(self.faults or "")
+
+    @property
+    def parsed(self) -> tuple[Fault, ...]:
+        return parse_faults(self.faults or "")
+
+    def sites(self, graph: TrainingGraph) -> list[tuple[fx.Node, Site]]:
+        raise NotImplementedError
+
+    def has_work(self, graph: TrainingGraph) -> bool:
+        return bool(select(graph, self.sites(graph), self.parsed))
+
+    def run(self, graph: TrainingGraph) -> Report:
+        faults = self.parsed
+        sites = select(graph, self.sites(graph), faults) if faults else []
+        if not sites:
+            return Report(changed=False)
+        table, news = tables(len(faults), sites[0][0].meta["val"].device)
+        rows = graph.add_state(table)
+        found: list[list[fx.Node]] = [[] for _ in faults]
+        for node, site in sites:
+            for number in site.faults:
+                node, heard = self.strike(graph, node, site, number, faults[number], rows)
+                found[number].append(heard)
+        told = splice(
+            graph,
+            graph.output_node,
+            models.together,
+            found,
+            _told_so_far(graph, news),
+            name="fault_news",
+            provenance=Provenance(self.name, "news"),
+        )
+        graph.write_state(news.name, told)
+        return Report(True, {"sites": len(sites)})
+
+    def strike(
+        self,
+        graph: TrainingGraph,
+        node: fx.Node,
+        site: Site,
+        number: int,
+        fault: Fault,
+        rows: fx.Node,
+    ) -> tuple[fx.Node, fx.Node]:
+        """Put one fault at one site; returns what holds the tensor now, and the news."""
+        readers = list(node.users)
+        struck, heard = self.write(graph, graph.behind(node), node, site, number, fault, rows)
+        for reader in readers:
+            reader.replace_input_with(node, struck)
+        return struck, heard
+
+    def write(
+        self,
+        graph: TrainingGraph,
+        before: fx.Node,
+        node: fx.Node,
+        site: Site,
+        number: int,
+        fault: Fault,
+        rows: fx.Node,
+    ) -> tuple[fx.Node, fx.Node]:
+        struck, heard = splice(
+            graph,
+            before,
+            lambda x, rows: models.strike(x, rows[number], fault, site.number),
+            node,
+            rows,
+            name=f"fault_{site.name}",
+            provenance=Provenance(
+                self.name, fault.model, site.name, site.model_line, site.parameters
+            ),
+        )
+        struck.meta["fault"] = site
+        struck.meta["effect"] = f"fault at {site}"
+        return struck, heard
+
+
+@dataclasses.dataclass(frozen=True)
+class InjectForward(_Inject):
+    """Faults of phase `forward`: results of operators."""
+
+    name: ClassVar[str] = "inject_forward"
+    stage: ClassVar[str] = "joint"
+
+    def forward_states(self, device: torch.device) -> tuple[StateSpec, ...]:
+        faults = self.parsed
+        is_asked = any(fault.phase == FORWARD for fault in faults)
+        return tables(len(faults), device) if is_asked else ()
+
+    def sites(self, graph: TrainingGraph) -> list[tuple[fx.Node, Site]]:
+        return operator_sites(graph, FORWARD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inject(_Inject):
+    """Faults of the phases `backward` (results of operators) and `gradient` (before they are reduced)."""
+
+    name: ClassVar[str] = "inject"
+    stage: ClassVar[str] = "backward"
+    local: ClassVar[bool] = True
+
+    def sites(self, graph: TrainingGraph) -> list[tuple[fx.Node, Site]]:
+        # Gradients first: what is put on a node afterwards stands in front of what reads it.
+        return gradient_sites(graph) + operator_sites(graph, BACKWARD)
+
+    def strike(
+        self,
+        graph: TrainingGraph,
+        node: fx.Node,
+        site: Site,
+        number: int,
+        fault: Fault,
+        rows: fx.Node,
+    ) -> tuple[fx.Node, fx.Node]:
+        if site.phase != GRADIENT:
+            return super().strike(graph, node, site, number, fault, rows)
+        indices = [g.index for g in graph.gradients() if g.node is node]
+        struck, heard = self.write(graph, graph.behind(node), node, site, number, fault, rows)
+        graph.set_outputs(dict.fromkeys(indices, struck))
+        return struck, heard
+
+
+@dataclasses.dataclass(frozen=True)
+class InjectPayload(_Inject):
+    """Faults of the phase `payload`: what this rank sends for others; `stale`, what comes back to it."""
+
+    name: ClassVar[str] = "inject_payload"
+    stage: ClassVar[str] = "backward"
+    requires: ClassVar[frozenset[str]] = frozenset({"reduced"})
+
+    def sites(self, graph: TrainingGraph) -> list[tuple[fx.Node, Site]]:
+        return payload_sites(graph)
+
+    def strike(
+        self,
+        graph: TrainingGraph,
+        node: fx.Node,
+        site: Site,
+        number: int,
+        fault: Fault,
+        rows: fx.Node,
+    ) -> tuple[fx.Node, fx.Node]:
+        """Here the node is the launch."""
+        if fault.model == "stale":
+            (wait,) = node.users
+            return node, self._stale(graph, wait, site, number, rows)
+        (payload,) = node.all_input_nodes
+        struck, heard = self.write(graph, node, payload, site, number, fault, rows)
+        if "bucket" in payload.meta:
+            struck.meta["bucket"] = payload.meta["bucket"]
+        node.replace_input_with(payload, struck)
+        return node, heard
+
+    def _stale(
+        self, graph: TrainingGraph, wait: fx.Node, site: Site, number: int, rows: fx.Node
+    ) -> fx.Node:
+        """Let a collective bring what it brought the time before."""
+        value = wait.meta["val"]
+        shape = tuple(value.shape)
+        spec = StateSpec(
+            f"{STALE}{number}.{site.name}", site.parameters[0], shape, value.dtype, value.device
+        )
+        readers = list(wait.users)
+
+        def late(new, old, rows):
+            armed = rows[number, models.SITE] == site.number
+            hits = armed.long()
+            return torch.where(armed, old, new), torch.stack([hits, *[torch.zeros_like(hits)] * 3])
+
+        late_node, heard = splice(
+            graph,
+            wait.next,
+            late,
+            wait,
+            graph.add_state(spec),
+            rows,
+            name=f"stale_{wait.name}",
+            provenance=Provenance(self.name, "stale", site.name, site.model_line, site.parameters),
+        )
+        late_node.meta["fault"], late_node.meta["effect"] = site, f"fault at {site}"
+        for reader in readers:
+            reader.replace_input_with(wait, late_node)
+        graph.write_state(spec.name, wait)
+        return heard
+
+
+def tables(count: int, device: torch.device) -> tuple[StateSpec, StateSpec]:
+    """What a graph with so many faults reads and writes."""
+    return (
+        StateSpec(FAULT_TABLE, "", (count, models.ROW), torch.int64, device),
+        StateSpec(FAULT_NEWS, "", (count, models.NEWS), torch.int64, device),
+    )
+
+
+def _told_so_far(graph: TrainingGraph, news: StateSpec) -> fx.Node:
+    """What an earlier pass has written, else what came in."""
+    came_in = graph.add_state(news)
+    return next((n for _, n, role in graph.outputs("state") if role.name == news.name), came_in)

@@ -1,0 +1,83 @@
+"""Guards as nodes: they change nothing but their state, which says what is wrong."""
+
+import pytest
+import torch
+
+from fxpasses.graph import ALARM
+from fxpasses.guards.alarms import places_of_alarms
+from fxpasses.passes.agree_alarms import AgreeAlarms
+from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
+from fxpasses.passes.check_values import CheckValues
+from fxpasses.testing import capture
+from tests.graphs import backward_of, checked, execute, mlp, nodes_with, random_inputs, traced
+
+
+def alarm(graph, inputs=None):
+    """How many, and where one is."""
+    values = execute(graph, random_inputs(graph) if inputs is None else inputs)
+    (at,) = [i for i, _, role in graph.outputs("state") if role.name == f"{ALARM}/"]
+    count, number = values[at].tolist()
+    return count, places_of_alarms(graph).get(number)
+
+
+def test_products_of_a_backward():
+    graph = backward_of(mlp(4, 5, 6), torch.randn(3, 4))
+    products = len(nodes_with(graph, torch.ops.aten.mm.default))
+    (done,) = checked(graph, CheckGradientProducts())
+    assert done.report.counts == {"checked": products, "unchecked": 0}
+    assert alarm(graph) == (0, None)
+
+
+def test_products_of_a_forward():
+    graph = capture(mlp(4, 5, 6), torch.randn(3, 4)).joint
+    (done,) = checked(graph, CheckProducts(), stage="joint")
+    assert done.report.counts == {"checked": 2, "unchecked": 0}
+
+
+def test_a_product_that_is_wrong():
+    graph = traced(lambda a, b: [a @ b], torch.randn(4, 4), torch.randn(4, 4))
+    checked(graph, CheckGradientProducts())
+    (product,) = nodes_with(graph, torch.ops.aten.mm.default)
+    with graph.graph.inserting_after(product):
+        wrong = graph.graph.call_function(torch.ops.aten.add.Tensor, (product, 1.0))
+    product.replace_all_uses_with(wrong)
+    wrong.args = (product, 1.0)
+    graph.recompile()
+    count, place = alarm(graph)
+    assert count == 1 and place.startswith("product: mm mm")
+
+
+def test_what_has_no_checksum_is_counted():
+    model = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 3), torch.nn.Flatten(), torch.nn.Linear(9, 2))
+    graph = capture(model, torch.randn(2, 2, 5)).joint
+    (done,) = checked(graph, CheckProducts(), stage="joint")
+    assert done.report.counts == {"checked": 1, "unchecked": 1}
+
+
+@pytest.mark.parametrize(
+    "current", [CheckGradientProducts(), CheckValues(""), AgreeAlarms("world")]
+)
+def test_nothing_to_do_leaves_the_graph_alone(current):
+    graph = traced(lambda x: [x * 2], torch.ones(3))
+    before = graph.fingerprint()
+    (done,) = checked(graph, current)
+    assert not done.report.changed and graph.fingerprint() == before
+
+
+def test_values():
+    graph = traced(lambda x, y: [x * 2, y * 2], torch.ones(3), torch.ones(3))
+    checked(graph, CheckValues("values=5.0"))
+    fine, large = torch.ones(3), torch.tensor([1.0, -3.0, 1.0])
+    zero = torch.zeros(2, dtype=torch.int64)
+    assert alarm(graph, [fine, fine, zero]) == (0, None)
+    assert alarm(graph, [fine, large, zero]) == (1, "gradient of p1")
+    assert alarm(graph, [fine * torch.nan, fine, zero]) == (1, "gradient of p0")
+    assert alarm(graph, [fine * torch.inf, large, zero + torch.tensor([3, 0])])[0] == 5
+
+
+def test_alarms_are_agreed_on(fake_world):
+    graph = traced(lambda a, b: [a @ b], torch.randn(4, 4), torch.randn(4, 4))
+    done = checked(graph, CheckGradientProducts(), AgreeAlarms(fake_world))
+    assert done[-1].report.counts == {"collectives": 1}
+    (launch,) = nodes_with(graph, torch.ops._c10d_functional.all_reduce.default)
+    assert launch.args[1] == "max" and launch.args[0].meta["val"].shape == (2,)

@@ -1,0 +1,73 @@
+"""What holds of the passes that inject faults, on every graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxpasses.faults.models import AFTER, AT, BEFORE, FORMS, HITS, row_of
+from fxpasses.faults.sites import Site, places_of
+from fxpasses.faults.spec import parse_faults
+from fxpasses.graph import FAULT_NEWS, FAULT_TABLE, TrainingGraph, ancestors
+from fxpasses.testing.oracles import Run
+from fxpasses.testing.oracles.numerics import bitwise
+from fxpasses.testing.values import random_inputs
+from fxpasses.testing.world import run_world
+
+BOTH = "bitflip bit=3 where=gradient;sign where=backward"
+PAYLOADS = "bitflip bit=3 where=payload;stale where=payload"
+
+
+def faults_as_promised(run: Run) -> None:
+    """Disarmed nothing happens (results are compared elsewhere); armed, one site is hit, with news of it."""
+    faults = parse_faults(run.current.faults)  # type: ignore[attr-defined]
+    places = places_of(run.after)
+    assert run.reports[0].changed == bool(places.sites)
+    if not places.sites:
+        return
+    assert run.reports[0].counts == {"sites": len(places.sites)}
+    assert len({site.number for site in places.sites}) == len(places.sites)
+    site = places.sites[run.seed % len(places.sites)]
+    number = site.faults[run.seed % len(site.faults)]
+    fault = faults[number]
+    row = row_of(fault, site.number, site.dtype, run.seed)
+    before = run.traced_after.results
+    table = torch.zeros(len(faults), len(row), dtype=torch.int64)
+    table[number] = torch.tensor(row)
+    after = run_world(
+        run.afters, [_inputs(g, run.seed * 97 + r, table, r == 0) for r, g in enumerate(run.afters)]
+    )
+    (at,) = [i for i, _, role in run.after.outputs("state") if role.name == f"{FAULT_NEWS}/"]
+    for rank, rows in enumerate(after):
+        news = rows[at].tolist()
+        others = [x for i, x in enumerate(news) if i != number]
+        assert all(x == [0, 0, 0, 0] for x in others)
+        assert news[number][HITS] == (1 if rank == 0 else 0), (
+            f"{fault.text} at {site} did not happen"
+        )
+    if fault.model != "stale":
+        mask = (1 << FORMS[site.dtype].width) - 1
+        hit = after[0][at][number].tolist()
+        flipped = 1 << (fault.bit or (FORMS[site.dtype].width - 1,))[0]
+        assert (hit[BEFORE] ^ hit[AFTER]) & mask == flipped
+        assert 0 <= hit[AT] < site.numel if site.numel is not None else hit[AT] >= 0
+    _only_what_depends(run, site, before[0], after[0])
+
+
+def _inputs(graph: TrainingGraph, seed: int, table: torch.Tensor, armed: bool) -> list[Any]:
+    """The same as without a fault, but for the table."""
+    values = random_inputs(graph, seed)
+    roles = [role for _, role in graph.inputs()]
+    at = [r.name for r in roles].index(f"{FAULT_TABLE}/")
+    if armed:
+        values[at] = table
+    return values
+
+
+def _only_what_depends(run: Run, site: Site, before: Any, after: Any) -> None:
+    nodes = [n for n in run.after.walk() if n.meta.get("fault") == site]
+    for at, node, role in run.after.outputs():
+        if node is None or role.kind == "state" or ancestors([node]).intersection(nodes):
+            continue
+        assert bitwise(before[at], after[at]), f"{role.name} does not depend on {site} and changed"
