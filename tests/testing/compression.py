@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -16,6 +18,8 @@ from fxpasses.rewrite import Provenance
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.strategies import gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph, Leaf
+from fxpasses.testing.values import random_inputs
+from fxpasses.testing.world import run_world
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RULES = {"encode", "launch", "receive", "recode", "relaunch", "wait", "decode", "commit", "finite"}
@@ -93,6 +97,45 @@ def _rule(node: torch.fx.Node) -> str:
     return getattr(node.meta.get("provenance"), "rule", "")
 
 
+def _again(run: Run, fill: Callable[[str, torch.Tensor], torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Outputs of the same inputs once more, with other states.
+
+    Args:
+        fill: makes a state's value from its name and what the first run wrote.
+    """
+    rows = []
+    for rank, (graph, written) in enumerate(zip(run.afters, run.traced_after.results, strict=True)):
+        new = {role.name: written[at] for at, _, role in graph.outputs("state")}
+        values = random_inputs(graph, run.seed * 97 + rank)
+        rows.append(
+            [
+                fill(role.name, new[role.name]) if role.name in new else value
+                for (_, role), value in zip(graph.inputs(), values, strict=True)
+            ]
+        )
+    return run_world(run.afters, rows)
+
+
+def _second_step(run: Run, gradients: dict[str, int], scale: int) -> None:
+    """What was not sent is sent with the next gradients."""
+    before, first = run.traced_before.results, run.traced_after.results
+    second = _again(run, lambda name, written: written)
+    specs = {r.name: n.meta["state"] for n, r in run.after.inputs("state")}
+    for at, _, role in run.after.outputs("state"):
+        if role.name.startswith("residual/"):
+            rest = [
+                row[at].double().split([n for _, n in specs[role.name].parts]) for row in second
+            ]
+            for place, (name, _) in enumerate(specs[role.name].parts):
+                index = gradients[name]
+                local = 2 * sum(float(row[index].double().sum()) for row in before)
+                size = sum(float(row[index].double().abs().sum()) for row in before)
+                sent = sum(float(rows[0][index].double().sum()) for rows in (first, second))
+                kept = sum(float(row[place].sum()) for row in rest)
+                slack = 2 * (1e-4 + torch.finfo(first[0][index].dtype).eps)
+                assert abs(scale * sent + kept - local) <= slack * size + 1e-25, name
+
+
 def _kept(run: Run, scheme: Scheme) -> None:
     """What arrived, as often as there are ranks, and all residuals are what all ranks had."""
     before, after = run.traced_before.results, run.traced_after.results
@@ -114,11 +157,13 @@ def _kept(run: Run, scheme: Scheme) -> None:
             size = sum(float(row[index].double().abs().sum()) for row in before)
             kept = sum(float(row[at].sum()) for row in split)
             arrived = scale * float(after[0][index].double().sum())
-            slack = 1e-3 * size if after[0][index].dtype.itemsize < 4 else 1e-4 * size
+            slack = size * (1e-4 + torch.finfo(after[0][index].dtype).eps)  # delivered rounded
             if kind == "residual" and not scheme.momentum:
                 assert abs(arrived + kept - float(local.sum())) <= slack + 1e-25, name
             if kind == "mean_estimate":  # the mean of all estimates, which is the result
                 assert abs(run.world * float(split[0][at].sum()) - arrived) <= slack + 1e-25, name
+    if finite and not scheme.momentum:
+        _second_step(run, gradients, scale)
 
 
 def thin_matrices(run: Run) -> None:
@@ -129,8 +174,14 @@ def thin_matrices(run: Run) -> None:
     before, after = run.traced_before.results, run.traced_after.results
     scale = run.world if current.reduce == "sum" else 1
     states = {role.name.partition("/")[0] for _, _, role in run.after.outputs("state")}
-    shapes = [g.node.meta["val"].shape for g in run.before.gradients()]
-    assert ("subspace" in states) == any(_is_thin(shape, scheme.rank) for shape in shapes)
+    shapes = {g.parameter: tuple(g.node.meta["val"].shape) for g in run.before.gradients()}
+    thin = {name for name, shape in shapes.items() if _is_thin(shape, scheme.rank)}
+    assert ("subspace" in states) == bool(thin)
+    _small_leave_nothing(run, thin)
+    if thin:  # another subspace to begin with ends in another one
+        other = _again(run, lambda name, old: torch.linspace(-1, 2, old.numel()).view_as(old))
+        (at,) = [i for i, _, r in run.after.outputs("state") if r.name.startswith("subspace/")][:1]
+        assert not torch.equal(other[0][at], after[0][at])
     for gradient in run.before.gradients():
         exact = torch.stack([row[gradient.index].double() for row in before]).mean(0) * scale
         found = after[0][gradient.index].double()
@@ -145,6 +196,18 @@ def thin_matrices(run: Run) -> None:
         # P is orthonormal and Q = Mᵀ P, so what arrives is M projected: at a right angle to what is lost.
         angle = torch.dot(found.flatten(), (exact - found).flatten()) / exact.square().sum()
         assert abs(angle) < 1e-4, f"{gradient.parameter} is not projected: {angle}"
+
+
+def _small_leave_nothing(run: Run, thin: set[str]) -> None:
+    specs = {r.name: n.meta["state"] for n, r in run.after.inputs("state")}
+    for at, _, role in run.after.outputs("state"):
+        if role.name.startswith("residual/"):
+            parts = specs[role.name].parts
+            for row in run.traced_after.results:
+                for (name, _), rest in zip(
+                    parts, row[at].split([n for _, n in parts]), strict=True
+                ):
+                    assert name in thin or not rest.any(), f"{name} arrived and is kept as well"
 
 
 def _is_thin(shape: tuple[int, ...], rank: int) -> bool:
