@@ -6,8 +6,8 @@
                                                   the same; results of the body ─▶ inputs of both; a ─▶ getitem
     outputs of a joint graph                      output ─▶ OUTSIDE (a loss, say) ─▶ tangents
 
-An edge means that a wrong value at its start may make the one at its end wrong. Other operators with
-subgraphs than these and `map` are taken as if each input went to each of a subgraph's.
+An edge means that a wrong value at its start may make the one at its end wrong. `map` is as these are; of
+any other operator with subgraphs each input may come to each of its results.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _add(flow: Flow, module: fx.GraphModule, block: str) -> None:
         if any(subgraph_of(n) is not None for n in node.all_input_nodes):
             _call(flow, node, block)
         else:
-            flow.graph.add_edges_from((n, node) for n in node.all_input_nodes)
+            inputs = (n for n in node.all_input_nodes if not _decides_nothing(flow, n))
+            flow.graph.add_edges_from((n, node) for n in inputs)
     for node in module.graph.find_nodes(op="get_attr"):
         if subgraph_of(node) is not None and not node.users:
             _leave_out(flow, node, block)
@@ -86,8 +87,10 @@ def _call(flow: Flow, node: fx.Node, block: str) -> None:
     kind = operator_name(node)
     inputs = _operands(node, kind)
     dead = _never_run(attributes, node, kind)
-    if kind == "cond" and isinstance(node.args[0], fx.Node):
+    if kind == "cond" and _is_node(node.args[0]):
         flow.graph.add_edge(node.args[0], node)
+    if kind not in _OPERANDS:
+        flow.graph.add_edges_from((n, node) for n in inputs if _is_node(n))
     carried = pytree.tree_leaves(node.args[2]) if kind == "while_loop" else []
     _bring(flow, node, carried)
     for attribute in attributes:
@@ -126,7 +129,8 @@ def _pass_on(flow: Flow, values: Sequence[Any], placeholders: Sequence[fx.Node])
 
 def _bring(flow: Flow, node: fx.Node, results: Sequence[Any]) -> None:
     """Results come out at the `getitem` of their number; all of them where that is not how they are read."""
-    items = [user for user in node.users if user.target is operator.getitem]
+    known = operator_name(node) in _OPERANDS
+    items = [user for user in node.users if known and user.target is operator.getitem]
     if len(items) < len(node.users):
         flow.graph.add_edges_from((n, node) for n in results if _is_node(n))
     for item in items:
@@ -143,6 +147,12 @@ def _never_run(attributes: list[fx.Node], node: fx.Node, kind: str) -> list[fx.N
     if kind == "while_loop" and _constant(_results(attributes[0])[0]) is False:
         return attributes[1:]
     return []
+
+
+def _decides_nothing(flow: Flow, node: fx.Node) -> bool:
+    """Whether a node is an operator with subgraphs of which values come from these alone."""
+    has_subgraphs = any(subgraph_of(n) is not None for n in node.all_input_nodes)
+    return has_subgraphs and not flow.graph.in_degree(node)
 
 
 def _leave_out(flow: Flow, attribute: fx.Node, block: str) -> None:

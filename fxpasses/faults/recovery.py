@@ -254,7 +254,9 @@ class _Stopped:
     def _towards(self, stops: frozenset[Hashable]) -> dict[Hashable, Hashable]:
         """For each vertex with a way to a sink the next one on a shortest; None for sinks."""
         if stops not in self._next:
-            found: dict[Hashable, Hashable] = dict.fromkeys(self._sinks)
+            found: dict[Hashable, Hashable] = dict.fromkeys(
+                s for s in self._sinks if s not in stops
+            )
             pending = list(found)
             for vertex in pending:  # grows
                 for before in self._back[vertex]:
@@ -429,7 +431,8 @@ def _local_gradients(graph: TrainingGraph) -> list[fx.Node]:
         if node in seen:
             continue
         seen.add(node)
-        if "provenance" in node.meta:
+        struck = "fault" in node.meta and node.meta["fault"].phase in (FORWARD, BACKWARD)
+        if "provenance" in node.meta and not struck:
             pending += node.all_input_nodes
         elif node.op == "call_function":
             found[node] = None
@@ -492,7 +495,7 @@ def _places(path: Sequence[Hashable], flow: Flow) -> tuple[Place, ...]:
 
 def _place(vertex: Any, flow: Flow) -> Place:
     if isinstance(vertex, _Local):
-        vertex = vertex.node
+        vertex = _unstruck(vertex.node)
     if isinstance(vertex, Role):
         return Place(f"{vertex.kind} {vertex.name}")
     if not isinstance(vertex, fx.Node):
