@@ -49,7 +49,6 @@ from fxpasses.graph import (
 from fxpasses.precision import operator_name
 from fxpasses.rewrite import Provenance, model_line
 
-THRESHOLD = 0.92
 _PRODUCTS = ("check_products", "check_gradient_products")
 _PAYLOADS = "check_payloads"
 _CHECKS = (*_PRODUCTS, _PAYLOADS)
@@ -137,7 +136,7 @@ class Recovery:
         """Share of merge points that are checked; 1 without any."""
         return 1 - len(self.unchecked) / self.merges if self.merges else 1.0
 
-    def holds(self, threshold: float = THRESHOLD) -> bool:
+    def holds(self, threshold: float) -> bool:
         """Whether all blocks are reachable, and as many merge points checked as are asked for."""
         return not self.unreachable and self.completeness >= threshold
 

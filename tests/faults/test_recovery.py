@@ -15,12 +15,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpasses.faults.flow import OUTSIDE, flow_of
 from fxpasses.faults.recovery import Check, analyse, unguarded_ways
+from fxpasses.faults.trials import Shot, Trials, options_of
 from fxpasses.graph import ALARM, Role, TrainingGraph
+from fxpasses.observers import watching
 from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.check_values import CheckValues
 from fxpasses.passes.inject import Inject
 from fxpasses.testing import capture
 from fxpasses.trace import trace
+from tests.faults.programs import small
 from tests.graphs import checked, mlp, nodes_with, traced
 
 cond, while_loop, map_impl = (
@@ -74,7 +77,7 @@ def test_without_guards_all_sites_are_unguarded():
         ("gradient", "mm_1"),
     }
     assert (found.sites, found.merges, found.completeness) == (4, 2, 0.0)
-    assert not found.holds() and found.holds(threshold=0.0)
+    assert not found.holds(threshold=0.01) and found.holds(threshold=0.0)
 
 
 def test_a_checked_product_stops_its_own_fault_and_no_other():
@@ -363,3 +366,34 @@ def test_ways_are_those_of_a_search_of_all_paths(given_flow):
         if site in found:
             assert found[site] in open_ways
             assert len(found[site]) == min(map(len, open_ways))
+
+
+# ---- against faults that happen
+
+
+def test_faults_that_nobody_notices_were_said_to_be_unguarded():
+    """One flip at each site, in the graphs that were looked at."""
+    analysed = {}
+
+    def watcher(name):
+        def observe(previous, following, graph):
+            if following is None:
+                analysed[name.graph] = analyse(graph)
+
+        return [observe]
+
+    function, args = small()
+    options = options_of("bitflip{bit=29}", ["forward", "backward", "gradient"], "products")
+    with watching(watcher):
+        trials = Trials(function, args, options)
+    unguarded = {
+        (u.phase, u.site.name) for name in ("joint", "backward") for u in analysed[name].unguarded
+    }
+    outcomes = {}
+    for site in trials.sites:
+        result = trials.run(Shot(site, site.faults[0], 0, (29,)))
+        outcomes[site.phase, site.name] = result.outcome
+    silent = {at for at, outcome in outcomes.items() if outcome == "silent"}
+    detected = {at for at, outcome in outcomes.items() if outcome == "detected"}
+    assert silent and silent <= unguarded
+    assert detected and not detected & unguarded
