@@ -27,16 +27,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
 from torch import fx
 
-from fxpasses.effects import is_launch, is_wait
+from fxpasses.faults.exits import CHECKS, OF_NODES, Local, checks_of, made_by, origin_of, unstruck
 from fxpasses.faults.flow import ENTRY, Flow, carries_tensor, flow_of
 from fxpasses.faults.sites import computes, operator_sites, payload_sites
 from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT
+from fxpasses.faults.ways import Above, Ways, nearest_behind
 from fxpasses.graph import (
     ALARM,
     FAULT_NEWS,
@@ -47,13 +48,8 @@ from fxpasses.graph import (
     TrainingGraph,
 )
 from fxpasses.precision import operator_name
-from fxpasses.rewrite import Provenance, model_line
+from fxpasses.rewrite import model_line
 
-_PRODUCTS = ("check_products", "check_gradient_products")
-_PAYLOADS = "check_payloads"
-_CHECKS = (*_PRODUCTS, _PAYLOADS)
-# They read the node of a gradient, not what a fault of phase `gradient` makes of it.
-_OF_NODES = (*_PRODUCTS, "check_values")
 _INJECTS = ("inject_forward", "inject", "inject_payload")
 _SINKS = ("gradient", "input_gradient", "mutation")  # states besides
 # States that no update reads.
@@ -159,22 +155,6 @@ class Recovery:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """A comparison: of a value in the flow, with others."""
-
-    name: str
-    checked: Hashable
-    operands: tuple[Hashable, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Local:
-    """A gradient as faults of phase `gradient` hit it: what other readers of its node see stays right."""
-
-    node: fx.Node
-
-
 def analyse(graph: TrainingGraph) -> Recovery:
     """Find the recovery paths of a graph that passes have run over.
 
@@ -185,10 +165,10 @@ def analyse(graph: TrainingGraph) -> Recovery:
     sinks = [v for v in flow.graph if isinstance(v, Role) and _is_sink(v)]
     merges = [v for v in _merges(flow.graph) if v in relevant and not _is_written_by_guards(v)]
     sites = dict(_sites(graph, flow, relevant))
-    checks, lost = _checks(flow)
-    stopped = _Stopped(flow.graph, sinks, checks)
+    checks, lost = checks_of(flow)
+    stopped = Ways(flow.graph, sinks, checks)
     ways = {site: path for site in sites if (path := stopped.way(site)) is not None}
-    behind = _behind(flow.graph, sinks, ways)
+    behind = nearest_behind(flow.graph, sinks, (v for path in ways.values() for v in path[:-1]))
     exits = [f"exit {check.name}" for check in checks]
     unreachable = [*flow.unreachable, *(f"exit {name}" for name in lost)]
     return Recovery(
@@ -201,192 +181,11 @@ def analyse(graph: TrainingGraph) -> Recovery:
             Unguarded(
                 sites[site],
                 _places(path, flow),
-                _place(behind[site], flow) if site in behind else None,
+                _next_place(site, behind, flow),
             )
             for site, path in ways.items()
         ),
     )
-
-
-def unguarded_ways(
-    flow: nx.DiGraph,
-    sites: Iterable[Hashable],
-    sinks: Iterable[Hashable],
-    checks: Sequence[Check],
-) -> dict[Hashable, list[Hashable]]:
-    """Of each site that has one, a shortest way to a sink that meets no checked value which stops its fault."""
-    stopped = _Stopped(flow, sinks, checks)
-    return {site: path for site in sites if (path := stopped.way(site)) is not None}
-
-
-class _Stopped:
-    """Ways to sinks around checked values; kept for each set of these."""
-
-    def __init__(
-        self, flow: nx.DiGraph, sinks: Iterable[Hashable], checks: Sequence[Check]
-    ) -> None:
-        self._back = flow.reverse(copy=False)
-        self._sinks = [sink for sink in sinks if sink in flow]
-        self._by_site: dict[Hashable, set[Hashable]] = {}
-        self._next: dict[frozenset[Hashable], dict[Hashable, Hashable]] = {}
-        above = _Above(flow)
-        for check in checks:
-            for site in above.between(check.operands, check.checked):
-                self._by_site.setdefault(site, set()).add(check.checked)
-
-    def reaches(self, site: Hashable) -> bool:
-        """Whether it has a way to a sink at all."""
-        return site in self._towards(frozenset())
-
-    def way(self, site: Hashable) -> list[Hashable] | None:
-        stops = frozenset(self._by_site.get(site, ()))
-        if site in stops:
-            return None
-        following = self._towards(stops)
-        if site not in following:
-            return None
-        path = [site]
-        while following[path[-1]] is not None:
-            path.append(following[path[-1]])
-        return path
-
-    def _towards(self, stops: frozenset[Hashable]) -> dict[Hashable, Hashable]:
-        """For each vertex with a way to a sink the next one on a shortest; None for sinks."""
-        if stops not in self._next:
-            found: dict[Hashable, Hashable] = dict.fromkeys(
-                s for s in self._sinks if s not in stops
-            )
-            pending = list(found)
-            for vertex in pending:  # grows
-                for before in self._back[vertex]:
-                    if before not in found and before not in stops:
-                        found[before] = vertex
-                        pending.append(before)
-            self._next[stops] = found
-        return self._next[stops]
-
-
-class _Above:
-    """What vertices are computed from, as bits: one for each vertex, or for all of a loop."""
-
-    def __init__(self, flow: nx.DiGraph) -> None:
-        self._whole = nx.condensation(flow)
-        self._part: dict[Hashable, int] = self._whole.graph["mapping"]
-        self._above: dict[int, int] = {}
-        for i in nx.topological_sort(self._whole):
-            bits = 1 << i
-            for before in self._whole.pred[i]:
-                bits |= self._above[before]
-            self._above[i] = bits
-
-    def of(self, vertex: Hashable) -> int:
-        """Its own bit, and those of all above it."""
-        return self._above[self._part[vertex]]
-
-    def independent(self, a: Hashable, b: Hashable) -> bool:
-        """Whether neither is computed from the other."""
-        return not self.of(a) >> self._part[b] & 1 and not self.of(b) >> self._part[a] & 1
-
-    def between(self, operands: Iterable[Hashable], checked: Hashable) -> Iterator[Hashable]:
-        """The places at which a fault comes to the checked value, and to no operand."""
-        bits = self.of(checked)
-        for operand in operands:
-            bits &= ~self.of(operand)
-        while bits:
-            lowest = bits & -bits
-            yield from self._whole.nodes[lowest.bit_length() - 1]["members"]
-            bits ^= lowest
-
-
-def _behind(
-    flow: nx.DiGraph, sinks: Iterable[Hashable], sites: Iterable[Hashable]
-) -> dict[Hashable, Hashable]:
-    """Of each site the nearest place that all of its ways lead through (its dominator, seen from the sinks)."""
-    end = object()
-    back = nx.DiGraph((b, a) for a, b in flow.edges)
-    back.add_edges_from((end, sink) for sink in sinks)
-    if end not in back:
-        return {}
-    nearest = nx.immediate_dominators(back, end)
-    found = {}
-    for site in sites:
-        place = nearest[site]
-        found[site] = nearest[place] if isinstance(place, _Local) else place
-    return {site: place for site, place in found.items() if isinstance(place, fx.Node)}
-
-
-def _checks(flow: Flow) -> tuple[list[Check], list[str]]:
-    """The guards that count, and the names of those whose verdict leads to no alarm."""
-    order = {node: i for i, node in enumerate(flow.blocks)}
-    own = [n for n in flow.blocks if _made_by(n, _CHECKS) and _origin(n).rule == "checksum"]
-    whole = nx.weakly_connected_components(flow.graph.subgraph(own))
-    parts = [sorted(part, key=order.__getitem__) for part in whole]
-    parts.sort(key=lambda part: order[part[0]])
-    alarms = [v for v in flow.graph if isinstance(v, Role) and v == Role("state", f"{ALARM}/")]
-    heard = set().union(*(nx.ancestors(flow.graph, alarm) for alarm in alarms))
-    found, lost = [], []
-    for part in parts:
-        if any(operator_name(node) == "seal" for node in part):
-            continue  # writes a checksum, and compares none
-        check = _check(flow, part)
-        if check is not None and heard.intersection(part):
-            found.append(check)
-        else:
-            lost.append(_check_name(part))
-    return found, lost
-
-
-def _check(flow: Flow, part: Sequence[fx.Node]) -> Check | None:
-    reads = _reads(flow, part)
-    name, origin = _check_name(part), _origin(part[0])
-    if origin.pass_name == _PAYLOADS:
-        arrived = next((r for r in map(_node, reads) if _arrives(r)), None)
-        if arrived is None:
-            return None
-        payload = _unstruck(_launch_of(arrived).all_input_nodes[0])
-        sealed = _made_by(payload, (_PAYLOADS,))
-        given = _reads(flow, [payload]) if sealed else [r for r in reads if _node(r) is payload]
-        return Check(name, arrived, tuple(given)) if given else None
-    result = next((r for r in reads if _unstruck(_node(r)).name == origin.source), None)
-    operands = tuple(r for r in reads if r is not result)
-    return None if result is None else Check(name, result, operands)
-
-
-def _check_name(part: Sequence[fx.Node]) -> str:
-    origin = _origin(part[0])
-    return f"{origin.pass_name}: {origin.source or part[0].name}"
-
-
-def _reads(flow: Flow, part: Sequence[fx.Node]) -> list[fx.Node | _Local]:
-    """What a check reads, each once."""
-    own = set(part)
-    before = itertools.chain.from_iterable(flow.graph.pred[node] for node in part)
-    return [n for n in dict.fromkeys(before) if n not in own]
-
-
-def _arrives(node: fx.Node) -> bool:
-    """Whether a node is what a collective brought, or a fault's in its place."""
-    return is_wait(node) or ("fault" in node.meta and _origin(node).rule == "stale")
-
-
-def _node(vertex: fx.Node | _Local) -> fx.Node:
-    return vertex.node if isinstance(vertex, _Local) else vertex
-
-
-def _launch_of(arrived: fx.Node) -> fx.Node:
-    """The launch of what a wait, or a fault behind it, brings."""
-    node = arrived
-    while not is_launch(node):
-        node = next(n for n in node.all_input_nodes if is_wait(n) or is_launch(n))
-    return node
-
-
-def _unstruck(node: fx.Node) -> fx.Node:
-    """The value that faults of option `faults` were put on."""
-    if "fault" not in node.meta:
-        return node
-    name = node.meta["fault"].name
-    return next((n for n in node.graph.nodes if n.name == name), node)
 
 
 def _sites(
@@ -438,13 +237,13 @@ def _local_gradients(graph: TrainingGraph) -> list[fx.Node]:
     return [n for n in graph.walk() if n in found]
 
 
-def _split_off(flow: nx.DiGraph, node: fx.Node) -> _Local:
+def _split_off(flow: nx.DiGraph, node: fx.Node) -> Local:
     """A vertex between a gradient and what becomes of it: the output, or what passes wrote for it."""
-    local = _Local(node)
+    local = Local(node)
     for reader in list(flow.successors(node)):
         is_output = isinstance(reader, Role) and reader.kind == "gradient"
         is_pass = isinstance(reader, fx.Node) and "provenance" in reader.meta
-        if is_output or (is_pass and not _made_by(reader, _OF_NODES)):
+        if is_output or (is_pass and not made_by(reader, OF_NODES)):
             flow.remove_edge(node, reader)
             flow.add_edge(local, reader)
     flow.add_edge(node, local)
@@ -453,7 +252,7 @@ def _split_off(flow: nx.DiGraph, node: fx.Node) -> _Local:
 
 def _merges(flow: nx.DiGraph) -> list[fx.Node]:
     """Operators with two inputs or more of which neither is computed from the other."""
-    above = _Above(flow)
+    above = Above(flow)
     found = []
     for vertex in flow:
         if isinstance(vertex, fx.Node) and vertex.op == "call_function" and carries_tensor(vertex):
@@ -471,15 +270,15 @@ def _is_sink(role: Role) -> bool:
 
 
 def _is_written_by_guards(node: fx.Node) -> bool:
-    return _made_by(node, (*_CHECKS, *_INJECTS)) or _origin(node).rule == "alarm"
+    return made_by(node, (*CHECKS, *_INJECTS)) or origin_of(node).rule == "alarm"
 
 
-def _made_by(node: Any, names: Iterable[str]) -> bool:
-    return isinstance(node, fx.Node) and _origin(node).pass_name in names
-
-
-def _origin(node: fx.Node) -> Provenance:
-    return node.meta.get("provenance", Provenance("", ""))
+def _next_place(site: Hashable, behind: Mapping[Hashable, Hashable], flow: Flow) -> Place | None:
+    """The nearest node that all ways lead through."""
+    following = behind.get(site)
+    if isinstance(following, Local):
+        following = behind.get(following)
+    return _place(following, flow) if isinstance(following, fx.Node) else None
 
 
 def _places(path: Sequence[Hashable], flow: Flow) -> tuple[Place, ...]:
@@ -488,17 +287,17 @@ def _places(path: Sequence[Hashable], flow: Flow) -> tuple[Place, ...]:
     return tuple(
         _place(v, flow)
         for b, v in zip(before, path, strict=False)
-        if not (isinstance(v, _Local) and v.node is b)
+        if not (isinstance(v, Local) and v.node is b)
     )
 
 
 def _place(vertex: Any, flow: Flow) -> Place:
-    if isinstance(vertex, _Local):
-        vertex = _unstruck(vertex.node)
+    if isinstance(vertex, Local):
+        vertex = unstruck(vertex.node)
     if isinstance(vertex, Role):
         return Place(f"{vertex.kind} {vertex.name}")
     if not isinstance(vertex, fx.Node):
         return Place(str(vertex))
     name = operator_name(vertex) if vertex.op == "call_function" else ""
-    line = model_line(vertex) or _origin(vertex).model_line
+    line = model_line(vertex) or origin_of(vertex).model_line
     return Place(vertex.name, name, flow.blocks[vertex], line)

@@ -20,6 +20,14 @@ def net():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (torch.ones(6, 8),)
 
 
+def whole_step():
+    def step(model, x):
+        model(x).square().mean().backward()
+
+    model, args = net()
+    return step, (model, *args)
+
+
 class Branches(nn.Module):
     example_inputs = (torch.ones(6, 8),)
 
@@ -66,7 +74,16 @@ def test_json():
     assert {"true_graph_0", "false_graph_0"} < set(joint["blocks"])
     (of_sin,) = [u for u in joint["unguarded"] if u["path"][0]["operator"] == "sin"]
     assert of_sin["path"][0]["block"] == "true_graph_0"
-    assert of_sin["path"][0]["model_line"].endswith("own.py:18")
+    assert of_sin["path"][0]["model_line"].endswith("own.py:26")
+
+
+def test_a_whole_step_is_one_graph():
+    words = ["--recovery", "own.py:whole_step", "-o", "guards=all", "--world", "2", "--json"]
+    (graph,) = json.loads(run(*words).output)["graphs"]
+    assert graph["graph"] == "rank0/g0.backward"
+    exits = [name for name in graph["blocks"] if name.startswith("exit")]
+    assert len(exits) == 2 + 3 + 1  # products of the forward, of the backward; a payload
+    assert "addmm" not in {u["path"][0]["operator"] for u in graph["unguarded"]}
 
 
 def test_an_exported_program(folder):
