@@ -113,6 +113,29 @@ def test_the_verdict_has_to_lead_to_the_alarm():
     assert len(found.unguarded) == found.sites == 4
 
 
+@pytest.mark.parametrize("cut", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
+def test_each_guard_that_is_cut_off_is_found(cut):
+    graph = guarded(lambda a, b, c, d: [a @ b @ c @ d], SQUARE, SQUARE, SQUARE, SQUARE)
+    products = ["mm", "mm_1", "mm_2"]
+    verdicts = {
+        node.meta["provenance"].source: node
+        for node in graph.walk()
+        if any(is_alarm(user) for user in node.users) and not is_alarm(node)
+    }
+    assert list(verdicts) == products
+    left = next(verdicts[name] for i, name in enumerate(products) if i not in cut)
+    for i in cut:
+        for reader in list(verdicts[products[i]].users):
+            reader.replace_input_with(verdicts[products[i]], left)
+    found = analyse(graph)
+    assert found.unreachable == tuple(f"exit check_gradient_products: {products[i]}" for i in cut)
+    assert sites(found) - {("gradient", "mm_2")} == {("backward", products[i]) for i in cut}
+
+
+def is_alarm(node):
+    return "provenance" in node.meta and node.meta["provenance"].rule == "alarm"
+
+
 def test_a_check_that_reads_another_value_counts_for_nothing():
     graph = guarded(lambda x, w: [x @ w], SQUARE, SQUARE)
     (product,) = nodes_with(graph, torch.ops.aten.mm.default)
@@ -137,7 +160,7 @@ def test_faults_in_the_graph_change_nothing_about_its_paths():
 
 
 def test_what_is_computed_from_the_other_is_no_merge():
-    found = analyse(traced(lambda x, y: [x + x.relu(), x * y], SQUARE, SQUARE))
+    found = analyse(traced(lambda x, y: [x + x.relu(), x.cos() + x, x * y], SQUARE, SQUARE))
     assert found.merges == 1 and names(found.unchecked) == ["mul"]
 
 
