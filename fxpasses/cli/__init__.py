@@ -11,6 +11,7 @@ from fxpasses.cli.dump import dump
 from fxpasses.cli.faults import faults
 from fxpasses.cli.passes import passes
 from fxpasses.cli.plan import plan
+from fxpasses.cli.verify import verify
 
 
 @click.group()
@@ -25,3 +26,4 @@ main.add_command(bisect)
 main.add_command(completion)
 main.add_command(plan)
 main.add_command(faults)
+main.add_command(verify)

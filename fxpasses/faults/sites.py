@@ -93,7 +93,7 @@ def operator_sites(graph: TrainingGraph, phase: str) -> list[tuple[fx.Node, Site
     found = []
     for node in graph.walk():
         is_own = "provenance" not in node.meta and not is_effectful(node) and node.users
-        if is_own and (node in forward) == (phase == FORWARD) and _computes(node):
+        if is_own and (node in forward) == (phase == FORWARD) and computes(node):
             modules = tuple(filter(None, modules_of(_origin(node))))
             found.append((node, _site(node, phase, (), modules)))
     return found
@@ -193,7 +193,7 @@ def _fits(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in FORMS and bool(value.numel() != 0)
 
 
-def _computes(node: fx.Node) -> bool:
+def computes(node: fx.Node) -> bool:
     """Whether it makes new floating-point numbers: neither a view nor a constant."""
     if not _fits(node) or not node.meta["val"].is_floating_point() or is_wait(node):
         return False
