@@ -77,7 +77,7 @@ class CheckRules:
         name = previous.made_by.name if previous else "(input)"
         spec.check(graph, name)
         fingerprint = graph.fingerprint()
-        if self._signature is None or previous is None:
+        if self._signature is None:
             self._signature = spec.signature(graph)
         else:
             spec.check_signature(self._signature, graph, name)

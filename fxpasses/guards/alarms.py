@@ -6,6 +6,7 @@ alarm [2] int64    how many, and the number of a place that one came from
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 import torch
@@ -35,9 +36,9 @@ def write_alarms(graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.No
     Args:
         wrong: pairs of a bool without dimensions and the place that it is about.
     """
-    places = {drawn("alarm", place): place for _, place in wrong}
+    numbers = [drawn("alarm", _anywhere(place)) for _, place in wrong]
+    places = {number: place for number, (_, place) in zip(numbers, wrong, strict=True)}
     graph.module.meta[_PLACES] = {**graph.module.meta.get(_PLACES, {}), **places}
-    numbers = [drawn("alarm", place) for _, place in wrong]
     spec = alarm_spec(wrong[0][0].meta["val"].device)
     came_in = graph.add_state(spec)
     so_far = next((n for _, n, r in graph.outputs("state") if r.name == spec.name), came_in)
@@ -58,6 +59,11 @@ def write_alarms(graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.No
         provenance=Provenance(made_by, "alarm"),
     )
     graph.write_state(spec.name, told)
+
+
+def _anywhere(place: str) -> str:
+    """The place without folders: ranks may have the program in different ones, and the number is in the graph."""
+    return re.sub(r"\([^()]*[/\\]", "(", place)
 
 
 def places_of_alarms(graph: TrainingGraph) -> dict[int, str]:
