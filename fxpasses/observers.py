@@ -81,7 +81,8 @@ class CheckRules:
             self._signature = spec.signature(graph)
         else:
             spec.check_signature(self._signature, graph, name)
-            spec.check_effects(self._effects, graph, name, previous.made_by.reorders)
+            reorders = previous is not None and previous.made_by.reorders
+            spec.check_effects(self._effects, graph, name, reorders)
         self._effects = spec.effects(graph)
         if previous is not None:
             if (fingerprint != self._fingerprint) != previous.report.changed:
