@@ -62,7 +62,7 @@ def write_alarms(graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.No
 
 
 def _anywhere(place: str) -> str:
-    """The place without folders: ranks may have the program in different ones, and its number is in the graph."""
+    """The place without folders, which ranks may have others of: its number is in the graph."""
     return re.sub(r"\([^()]*[/\\]", "(", place)
 
 
