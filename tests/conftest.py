@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -39,3 +40,11 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry._installed.cache_clear()
     yield
     registry._installed.cache_clear()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also in a job in the background, which is started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

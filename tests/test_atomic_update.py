@@ -201,7 +201,7 @@ def test_an_endless_backoff_is_an_error():
             atomic.zero_grad()
 
 
-def test_ctrl_c_during_an_update_waits_for_its_end(monkeypatch):
+def test_ctrl_c_during_an_update_waits_for_its_end(monkeypatch, interruptible):
     model = network()
     atomic = fxpasses.optimizer(
         torch.optim.SGD(

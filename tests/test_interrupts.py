@@ -11,7 +11,7 @@ import pytest
 from fxpasses.interrupts import uninterrupted
 
 
-def test_ctrl_c_comes_when_it_is_over():
+def test_ctrl_c_comes_when_it_is_over(interruptible):
     done = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
