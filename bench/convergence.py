@@ -30,8 +30,9 @@ SCHEMES: dict[str, Any] = {
     "int8": "int8",
     "int4": "int4",
     "topk": {"scheme": "topk", "ratio": 0.01},
+    "topk-ef21": {"scheme": "topk", "ratio": 0.01, "feedback": "ef21", "momentum": 0.9},
     "powersgd": {"scheme": "powersgd", "rank": 4},
-    "adaptive": {"scheme": "adaptive", "levels": ["int4", "topk"]},
+    "adaptive": "adaptive",
     "budget": {
         "scheme": "adaptive",
         "levels": ["int8", "int4", "topk"],

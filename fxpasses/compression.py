@@ -73,7 +73,7 @@ class Scheme:
     ratio: float = 0.01
     momentum: float = 0.0
     rank: int = 4
-    levels: str = "int4/topk"
+    levels: str = "int4/powersgd"
     policy: str = NORM
     threshold: float = 0.5
     budget: float = 0.05
@@ -111,7 +111,7 @@ class Scheme:
             object.__setattr__(self, "levels", "/".join(map(str, self.levels)))
         names = self.levels.split("/") if isinstance(self.levels, str) else []
         if len(names) < 2 or len(set(names)) < len(names) or not set(names) <= set(_LEVELS):
-            self._refuse("levels", f"two or more of {', '.join(_LEVELS)}, such as int4/topk")
+            self._refuse("levels", f"two or more of {', '.join(_LEVELS)}, such as int4/powersgd")
         if self.policy not in POLICIES:
             self._refuse("policy", " or ".join(POLICIES))
         if not _is_number(self.threshold) or not 0 < self.threshold < 1:

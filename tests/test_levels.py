@@ -43,8 +43,8 @@ def test_only_weights_that_are_adaptive_have_a_level():
 @pytest.mark.parametrize(
     ("norms", "level"),
     [
-        ([(3.0, 3.0), (4.0, 4.0)], "topk"),
-        ([(3.0, 3.0), (6.0, 4.0)], "topk"),  # 6.7 beside 5: less than by half
+        ([(3.0, 3.0), (4.0, 4.0)], "powersgd"),
+        ([(3.0, 3.0), (6.0, 4.0)], "powersgd"),  # 6.7 beside 5: less than by half
         ([(3.0, 3.0), (8.0, 4.0)], "int4"),  # 8.5 beside 5
         ([(0.0, 3.0), (2.0, 4.0)], "int4"),  # 2 beside 5
         ([(0.0, 0.0), (0.0, 0.0)], "int4"),
@@ -62,7 +62,7 @@ def test_schemes_are_judged_apart():
     model = Model("a=adaptive;b=adaptive:levels=int8/powersgd")
     model.saw("a", 1.0, 1.0)
     model.saw("b", 2.0, 1.0)
-    assert model.levels() == {"a": "topk", "b": "int8"}
+    assert model.levels() == {"a": "powersgd", "b": "int8"}
 
 
 def test_branches_say_what_was_taken_and_why():
@@ -80,7 +80,7 @@ def test_a_parameter_that_is_gone_keeps_its_place():
     model = Model("adaptive")
     del model.parameters["b"]
     model.saw("a", 1.0, 1.0)
-    assert model.levels() == {"a": "topk", "b": "topk"}
+    assert model.levels() == {"a": "powersgd", "b": "powersgd"}
 
 
 def budgeted(count: int) -> Model:
