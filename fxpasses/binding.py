@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Mapping
 
@@ -39,7 +38,7 @@ class Binding:
         faults: that are injected, likewise.
         alarms: of guards, likewise.
         plan: what a synchronising backward sends; of adaptive compression, at its first levels.
-        digest: two integers that stand for it.
+        digests: of that plan with the levels that have been chosen so far.
     """
 
     references: list[weakref.ref[torch.Tensor]]
@@ -52,6 +51,7 @@ class Binding:
     faults: Faults | None
     alarms: Alarms | None
     plan: Plan
+    digests: dict[Levels | None, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are its inputs, and nothing has changed about whose they are."""
@@ -75,7 +75,9 @@ class Binding:
 
     def digest(self, levels: Levels | None = None) -> tuple[int, int]:
         """Two integers that stand for that plan."""
-        return _digest(self.plan_at(levels))
+        if levels not in self.digests:
+            self.digests[levels] = halves(self.plan_at(levels).digest())
+        return self.digests[levels]
 
     def whole_plan(self, levels: Levels | None = None) -> Plan:
         """That plan, with what could take part."""
@@ -86,11 +88,6 @@ class Binding:
             if t.requires_grad or not isinstance(t, torch.nn.Parameter)
         ]
         return dataclasses.replace(self.plan_at(levels), reachable=tuple(forms))
-
-
-@functools.lru_cache(maxsize=256)
-def _digest(plan: Plan) -> tuple[int, int]:
-    return halves(plan.digest())
 
 
 def bind(

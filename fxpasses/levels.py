@@ -82,17 +82,35 @@ class LevelChoice:
         """The first level for all weights."""
         return self._levels(dict.fromkeys(self._groups, 0))
 
-    def choose(self, tensor_of: TensorOf) -> Levels:
-        """The levels of the backward that is about to run. Reads the statistics, so it waits for the last one.
+    def statistics(self, tensor_of: TensorOf) -> dict[str, Statistics]:
+        """Of the parameters that have some; one transfer from the device, which waits for the last backward.
 
         Args:
             tensor_of: finds a parameter by name, None for one that is gone.
         """
-        return self._levels({option: self._chosen(option, tensor_of) for option in self._groups})
+        tensors: dict[str, torch.Tensor] = {}
+        for name in self._layers:
+            parameter = tensor_of(name)
+            found = None if parameter is None else dict(STORE.of(parameter)).get(STATISTICS)
+            if found is not None:
+                tensors[name] = found
+        if not tensors:
+            return {}
+        rows = torch.stack(list(tensors.values())).tolist()
+        return {
+            name: Statistics(norm, average, int(count))
+            for name, (norm, average, count) in zip(tensors, rows, strict=True)
+        }
 
-    def branches(self, levels: Levels, tensor_of: TensorOf) -> tuple[Branch, ...]:
-        """What each adaptive parameter takes with these levels."""
-        taken, known = dict(levels), _statistics(self._layers, tensor_of)
+    def choose(self, known: Mapping[str, Statistics], tensor_of: TensorOf) -> Levels:
+        """The levels of the backward that is about to run, by these statistics."""
+        return self._levels(
+            {option: self._chosen(option, known, tensor_of) for option in self._groups}
+        )
+
+    def branches(self, levels: Levels, known: Mapping[str, Statistics]) -> tuple[Branch, ...]:
+        """What each adaptive parameter takes with these levels, and the statistics that they were chosen by."""
+        taken = dict(levels)
         return tuple(
             Branch(name, layer, known.get(name, Statistics()), taken.get(name, "none"))
             for name, layer in self._layers.items()
@@ -106,9 +124,11 @@ class LevelChoice:
             found |= {n: option.level_names[i] for n, i in zip(names, each, strict=True)}
         return tuple(sorted(found.items()))
 
-    def _chosen(self, option: Scheme, tensor_of: TensorOf) -> int | list[int]:
+    def _chosen(
+        self, option: Scheme, everything: Mapping[str, Statistics], tensor_of: TensorOf
+    ) -> int | list[int]:
         names = self._groups[option]
-        known = _statistics(names, tensor_of)
+        known = {name: everything[name] for name in names if name in everything}
         if option.policy == BUDGET:
             return _by_budget(option, names, known, tensor_of)
         return 0 if _changes(known.values(), option.threshold) else len(option.level_names) - 1
@@ -146,20 +166,3 @@ def _state(parameter: torch.Tensor | None, kind: str, default: int) -> int:
     if parameter is None:
         return default
     return int(dict(STORE.of(parameter)).get(kind, default))
-
-
-def _statistics(names: Iterable[str], tensor_of: TensorOf) -> dict[str, Statistics]:
-    """Of those that have some; one transfer from the device."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name in names:
-        parameter = tensor_of(name)
-        found = None if parameter is None else dict(STORE.of(parameter)).get(STATISTICS)
-        if found is not None:
-            tensors[name] = found
-    if not tensors:
-        return {}
-    rows = torch.stack(list(tensors.values())).tolist()
-    return {
-        name: Statistics(norm, average, int(count))
-        for name, (norm, average, count) in zip(tensors, rows, strict=True)
-    }

@@ -79,9 +79,10 @@ def choose(
 def _levels(unit: Unit, binding: Binding) -> Levels | None:
     if not unit.levels:
         return None
-    levels = unit.levels.choose(binding.reachable)
+    known = unit.levels.statistics(binding.reachable)
+    levels = unit.levels.choose(known, binding.reachable)
     if binding.runtime is not None:
-        branches = unit.levels.branches(levels, binding.reachable)
+        branches = unit.levels.branches(levels, known)
         binding.runtime.record_branches(binding.region, branches)
     return levels
 

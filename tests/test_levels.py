@@ -30,7 +30,10 @@ class Model:
         STORE.put(self.parameters[name], STATISTICS, values)
 
     def levels(self) -> dict[str, str]:
-        return dict(self.choice.choose(self.parameters.get))
+        return dict(self.choice.choose(self.statistics(), self.parameters.get))
+
+    def statistics(self) -> dict[str, Statistics]:
+        return self.choice.statistics(self.parameters.get)
 
 
 def test_only_weights_that_are_adaptive_have_a_level():
@@ -68,7 +71,7 @@ def test_schemes_are_judged_apart():
 def test_branches_say_what_was_taken_and_why():
     model = Model("adaptive")
     model.saw("a", 1.0, 1.5, 7)
-    assert model.choice.branches((("a", "topk"), ("b", "int4")), model.parameters.get) == (
+    assert model.choice.branches((("a", "topk"), ("b", "int4")), model.statistics()) == (
         Branch("a", "weight", Statistics(1.0, 1.5, 7), "topk"),
         Branch("b", "weight", Statistics(), "int4"),
         Branch("a.bias", "bias", Statistics(), "none"),
