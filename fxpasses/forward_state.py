@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpasses.aot import output_positions
 from fxpasses.dynamo import copied_graph
-from fxpasses.graph import Role, StateSpec
+from fxpasses.graph import Role, StateSpec, identifier
 from fxpasses.passes.base import Pass
 
 
@@ -44,9 +44,7 @@ def add_states(
         before = [*graph.find_nodes(op="placeholder")]
         place = graph.inserting_after(before[-1]) if before else graph.inserting_before()
         with place:
-            state = graph.placeholder(
-                "state_" + "".join(c if c.isalnum() else "_" for c in spec.name)
-            )
+            state = graph.placeholder("state_" + identifier(spec.name))
         state.meta["example_value"] = fake
         new.append(state)
     output = graph.output_node()

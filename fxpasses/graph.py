@@ -215,9 +215,15 @@ class TrainingGraph:
                 return node
         with self.fake_mode:
             value = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        node = self.add_input("state_" + _identifier(spec.name), Role("state", spec.name), value)
+        node = self.add_input("state_" + identifier(spec.name), Role("state", spec.name), value)
         node.meta["state"] = spec
         return node
+
+    def state_so_far(self, spec: StateSpec) -> fx.Node:
+        """What an earlier pass has written to this state, else what came in; added on first use."""
+        came_in = self.add_state(spec)
+        written = (node for _, node, role in self.outputs("state") if role.name == spec.name)
+        return next(written, came_in)
 
     def write_state(self, name: str, node: fx.Node) -> None:
         """Make `node` the value that state `name` has after the graph ran."""
@@ -278,7 +284,8 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
         return copy.deepcopy(module)
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
+    """A name as part of one of Python's."""
     return "".join(c if c.isalnum() else "_" for c in name)
 
 

@@ -40,8 +40,6 @@ def write_alarms(graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.No
     places = {number: place for number, (_, place) in zip(numbers, wrong, strict=True)}
     graph.module.meta[_PLACES] = {**graph.module.meta.get(_PLACES, {}), **places}
     spec = alarm_spec(wrong[0][0].meta["val"].device)
-    came_in = graph.add_state(spec)
-    so_far = next((n for _, n, r in graph.outputs("state") if r.name == spec.name), came_in)
 
     def total(old: Tensor, flags: list[Tensor]) -> Tensor:
         found = torch.stack([flag.long() for flag in flags])
@@ -53,7 +51,7 @@ def write_alarms(graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.No
         graph,
         graph.output_node,
         total,
-        so_far,
+        graph.state_so_far(spec),
         [flag for flag, _ in wrong],
         name="alarm",
         provenance=Provenance(made_by, "alarm"),

@@ -36,6 +36,21 @@ from fxpasses.rewrite import Provenance, splice
 
 
 @dataclasses.dataclass(frozen=True)
+class _Shot:
+    """One fault at one site.
+
+    Attributes:
+        number: of the fault in the option, its row in the table.
+        rows: the table.
+    """
+
+    site: Site
+    number: int
+    fault: Fault
+    rows: fx.Node
+
+
+@dataclasses.dataclass(frozen=True)
 class _Inject(Pass):
     """Environment: `faults`, the option in pipeline form."""
 
@@ -64,52 +79,38 @@ class _Inject(Pass):
         found: list[list[fx.Node]] = [[] for _ in faults]
         for node, site in sites:
             for number in site.faults:
-                node, heard = self.strike(graph, node, site, number, faults[number], rows)
+                node, heard = self.strike(graph, node, _Shot(site, number, faults[number], rows))
                 found[number].append(heard)
         told = splice(
             graph,
             graph.output_node,
             models.together,
             found,
-            _told_so_far(graph, news),
+            graph.state_so_far(news),
             name="fault_news",
             provenance=Provenance(self.name, "news"),
         )
         graph.write_state(news.name, told)
         return Report(True, {"sites": len(sites)})
 
-    def strike(
-        self,
-        graph: TrainingGraph,
-        node: fx.Node,
-        site: Site,
-        number: int,
-        fault: Fault,
-        rows: fx.Node,
-    ) -> tuple[fx.Node, fx.Node]:
+    def strike(self, graph: TrainingGraph, node: fx.Node, shot: _Shot) -> tuple[fx.Node, fx.Node]:
         """Put one fault at one site; returns what holds the tensor now, and the news."""
         readers = list(node.users)
-        struck, heard = self.write(graph, graph.behind(node), node, site, number, fault, rows)
+        struck, heard = self.write(graph, graph.behind(node), node, shot)
         for reader in readers:
             reader.replace_input_with(node, struck)
         return struck, heard
 
     def write(
-        self,
-        graph: TrainingGraph,
-        before: fx.Node,
-        node: fx.Node,
-        site: Site,
-        number: int,
-        fault: Fault,
-        rows: fx.Node,
+        self, graph: TrainingGraph, before: fx.Node, node: fx.Node, shot: _Shot
     ) -> tuple[fx.Node, fx.Node]:
+        site, fault = shot.site, shot.fault
         struck, heard = splice(
             graph,
             before,
-            lambda x, rows: models.strike(x, rows[number], fault, site.number),
+            lambda x, rows: models.strike(x, rows[shot.number], fault, site.number),
             node,
-            rows,
+            shot.rows,
             name=f"fault_{site.name}",
             provenance=Provenance(
                 self.name, fault.model, site.name, site.model_line, site.parameters
@@ -148,19 +149,11 @@ class Inject(_Inject):
         # Gradients first: what is put on a node afterwards stands in front of what reads it.
         return gradient_sites(graph) + operator_sites(graph, BACKWARD)
 
-    def strike(
-        self,
-        graph: TrainingGraph,
-        node: fx.Node,
-        site: Site,
-        number: int,
-        fault: Fault,
-        rows: fx.Node,
-    ) -> tuple[fx.Node, fx.Node]:
-        if site.phase != GRADIENT:
-            return super().strike(graph, node, site, number, fault, rows)
+    def strike(self, graph: TrainingGraph, node: fx.Node, shot: _Shot) -> tuple[fx.Node, fx.Node]:
+        if shot.site.phase != GRADIENT:
+            return super().strike(graph, node, shot)
         indices = [g.index for g in graph.gradients() if g.node is node]
-        struck, heard = self.write(graph, graph.behind(node), node, site, number, fault, rows)
+        struck, heard = self.write(graph, graph.behind(node), node, shot)
         graph.set_outputs(dict.fromkeys(indices, struck))
         return struck, heard
 
@@ -176,30 +169,21 @@ class InjectPayload(_Inject):
     def sites(self, graph: TrainingGraph) -> list[tuple[fx.Node, Site]]:
         return payload_sites(graph)
 
-    def strike(
-        self,
-        graph: TrainingGraph,
-        node: fx.Node,
-        site: Site,
-        number: int,
-        fault: Fault,
-        rows: fx.Node,
-    ) -> tuple[fx.Node, fx.Node]:
+    def strike(self, graph: TrainingGraph, node: fx.Node, shot: _Shot) -> tuple[fx.Node, fx.Node]:
         """Here the node is the launch."""
-        if fault.model == "stale":
+        if shot.fault.model == "stale":
             (wait,) = node.users
-            return node, self._stale(graph, wait, site, number, rows)
+            return node, self._stale(graph, wait, shot)
         (payload,) = node.all_input_nodes
-        struck, heard = self.write(graph, node, payload, site, number, fault, rows)
+        struck, heard = self.write(graph, node, payload, shot)
         if "bucket" in payload.meta:
             struck.meta["bucket"] = payload.meta["bucket"]
         node.replace_input_with(payload, struck)
         return node, heard
 
-    def _stale(
-        self, graph: TrainingGraph, wait: fx.Node, site: Site, number: int, rows: fx.Node
-    ) -> fx.Node:
+    def _stale(self, graph: TrainingGraph, wait: fx.Node, shot: _Shot) -> fx.Node:
         """Let a collective bring what it brought the time before."""
+        site, number = shot.site, shot.number
         value = wait.meta["val"]
         shape = tuple(value.shape)
         spec = StateSpec(
@@ -218,7 +202,7 @@ class InjectPayload(_Inject):
             late,
             wait,
             graph.add_state(spec),
-            rows,
+            shot.rows,
             name=f"stale_{wait.name}",
             provenance=Provenance(self.name, "stale", site.name, site.model_line, site.parameters),
         )
@@ -235,9 +219,3 @@ def tables(count: int, device: torch.device) -> tuple[StateSpec, StateSpec]:
         StateSpec(FAULT_TABLE, "", (count, models.ROW), torch.int64, device),
         StateSpec(FAULT_NEWS, "", (count, models.NEWS), torch.int64, device),
     )
-
-
-def _told_so_far(graph: TrainingGraph, news: StateSpec) -> fx.Node:
-    """What an earlier pass has written, else what came in."""
-    came_in = graph.add_state(news)
-    return next((n for _, n, role in graph.outputs("state") if role.name == news.name), came_in)
