@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpasses.cli.errors import NO, Command, InputError
+from fxpasses.cli.running import backend_options
 
 if TYPE_CHECKING:
     from fxpasses.bisection import Request
@@ -36,14 +37,7 @@ _PATIENCE = 4  # runs that say nothing, after which a pass is taken as one piece
     "than this from that of eager mode, relative to it.",
 )
 @click.option("--passes", help="With --loss-diff: the passes.")
-@click.option(
-    "-o",
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="With --loss-diff: options.",
-)
+@backend_options("With --loss-diff: options.")
 @click.option(
     "--timeout",
     type=click.FloatRange(0, min_open=True),

@@ -12,7 +12,7 @@ from fxpasses.cli.completion import pass_names
 from fxpasses.cli.errors import NO, Command, InputError
 from fxpasses.cli.inputs import resolve
 from fxpasses.cli.printing import CHANGES, Printer, Wanted, known_passes
-from fxpasses.cli.running import run, settings_of
+from fxpasses.cli.running import backend_options, run, settings_of
 
 if TYPE_CHECKING:
     from fxpasses.dump.errors import Errors
@@ -38,14 +38,7 @@ class _Dump(Command):
     shell_complete=pass_names,
     help="The passes, such as 'cast{dtype=bf16},bucketing{mb=25},compress{scheme=int4}'.",
 )
-@click.option(
-    "-o",
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the backend, such as precision=bf16 or loss_scale=dynamic.",
-)
+@backend_options("An option of the backend, such as precision=bf16 or loss_scale=dynamic.")
 @click.option("--world", type=click.IntRange(1), help="Number of ranks; all but one are pretended.")
 @click.option("--ranks", type=click.IntRange(1), help="The same, with the graphs of each rank.")
 @click.option(

@@ -11,7 +11,7 @@ import click
 
 from fxpasses.cli.errors import Command, InputError
 from fxpasses.cli.inputs import Exported, Program, Script, resolve
-from fxpasses.cli.running import option
+from fxpasses.cli.running import backend_options, option
 
 if TYPE_CHECKING:
     from fxpasses.schedule.plan import Plan
@@ -27,14 +27,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--latency", metavar="20us", help="From one rank to another.")
 @click.option("--compression", metavar="SCHEME", help="Option of this name of the backend.")
 @click.option("--schedule", metavar="fixed|auto|serial", help="Option of this name of the backend.")
-@click.option(
-    "-o",
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Any option of the backend, such as bucket_mb=8.",
-)
+@backend_options("Any option of the backend, such as bucket_mb=8.")
 @click.option("--profile", type=_FILE, help="Options and rates of the machine, a TOML file.")
 @click.option("--curve", is_flag=True, help="Also for fewer ranks: 1, 2, 4, … up to --ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON instead.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from fxpasses.observers import Watcher
 
 _RANKS = 2  # where passes communicate and nobody said how many
+
+
+def backend_options(help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`-o KEY=VALUE`, any number of times: argument `options` of a command, for `option` to read."""
+    return click.option("-o", "--option", "options", multiple=True, metavar="KEY=VALUE", help=help)
 
 
 def settings_of(passes: str | None, options: tuple[str, ...]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import click
 
 from fxpasses.cli.errors import NO, Command, InputError
 from fxpasses.cli.inputs import resolve
-from fxpasses.cli.running import run, settings_of
+from fxpasses.cli.running import backend_options, run, settings_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("input")
 @click.option("--recovery", is_flag=True, help="Which faults come to an update past all guards?")
-@click.option(
-    "-o",
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="An option of the backend, such as guards=all.",
-)
+@backend_options("An option of the backend, such as guards=all.")
 @click.option("--world", type=click.IntRange(1), help="Number of ranks; all but one are pretended.")
 @click.option(
     "--threshold",
