@@ -252,11 +252,7 @@ class Runtime:
             root._faults = Faults(text, rank)
             if root._loaded_faults is not None:
                 root._faults.load_state_dict(root._loaded_faults)
-        elif root._faults.text != text:
-            raise ValueError(
-                f"option 'faults': got {text!r}, but another part of this model was compiled with "
-                f"{root._faults.text!r}"
-            )
+        _refuse_another("faults", text, root._faults.text)
         return root._faults
 
     @property
@@ -273,11 +269,7 @@ class Runtime:
         root = self.root
         if root._alarms is None:
             root._alarms = Alarms(text, group)
-        elif root._alarms.text != text:
-            raise ValueError(
-                f"option 'guards': got {text!r}, but another part of this model was compiled with "
-                f"{root._alarms.text!r}"
-            )
+        _refuse_another("guards", text, root._alarms.text)
         return root._alarms
 
     def check_replicas(self, optimizer: torch.optim.Optimizer) -> None:
@@ -461,6 +453,13 @@ class Runtime:
         self._loaded_faults = self._loaded_faults or other._loaded_faults
         self._alarms = self._alarms or other._alarms
         other._merged_into = self
+
+
+def _refuse_another(option: str, asked: str, known: str) -> None:
+    if asked != known:
+        raise ValueError(
+            f"option {option!r}: got {asked!r}, but another part of this model was compiled with {known!r}"
+        )
 
 
 _OWNER: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -13,7 +13,7 @@ import click
 
 from fxpasses.cli.errors import NO, Command, InputError
 from fxpasses.cli.inputs import Program, resolve
-from fxpasses.cli.running import settings_of
+from fxpasses.cli.running import backend_options, settings_of
 
 _STEPS, _RATE = 3, 0.1
 
@@ -22,7 +22,7 @@ _STEPS, _RATE = 3, 0.1
 @click.argument("input")
 @click.argument("difference", type=float)
 @click.option("--passes")
-@click.option("-o", "--option", "options", multiple=True)
+@backend_options("Of the passes.")
 def main(input: str, difference: float, passes: str | None, options: tuple[str, ...]) -> None:
     """Fail if a loss with passes differs from that in eager mode by more than DIFFERENCE, relative to it."""
     import torch
