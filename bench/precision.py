@@ -1,7 +1,7 @@
 """Low precision by graph passes beside autocast: step time, memory, loss; over the zoo, loss and gradients.
 
     python -m bench.precision [--rounds 12]                       step time of a GPT and a CNN, bf16, Inductor
-    python -m bench.precision --zoo [--steps 100] [--seeds 4]     all architectures of tests/zoo, no Inductor
+    python -m bench.precision --zoo [--steps 100] [--seeds 4]     architectures of tests/zoo, no Inductor
 
 On a GPU the first says whether throughput is at least, peak memory at most, that of autocast. On a CPU it runs
 for form: most of them have no fast bf16 products. The second trains on as many streams of batches as there are
@@ -152,7 +152,7 @@ HEADER = (
 )
 
 
-def over_the_zoo(steps: int, seeds: int) -> None:
+def over_the_zoo(models: list[str], steps: int, seeds: int) -> None:
     """Loss after as many steps beside autocast's; distance of the first gradients from fp64's, too."""
     from tests.zoo import ZOO
     from tests.zoo.training import train
@@ -164,8 +164,8 @@ def over_the_zoo(steps: int, seeds: int) -> None:
     ]
     columns = f"{'hardened':>9} {'autocast':>9} {'apart':>7} {'noise':>7} {'gradients':>9} {'autocast':>9}"
     print(f"{'model':10} {columns}   goals")
-    for name, entry in ZOO.items():
-        losses = []
+    for name in models or ZOO:
+        entry, losses = ZOO[name], []
         for wrap in ways:
             torch._dynamo.reset()
             runs = [train(entry, wrap, steps, first_seed=steps * seed) for seed in range(seeds)]
@@ -222,13 +222,14 @@ def _verdict(met: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--zoo", action="store_true")
+    parser.add_argument("--models", default="", help="of the zoo, separated by commas; all without")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=100, help="of each architecture of the zoo")
     parser.add_argument("--seeds", type=int, default=4, help="streams of batches of each")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.zoo:
-        over_the_zoo(args.steps, args.seeds)
+        over_the_zoo([name for name in args.models.split(",") if name], args.steps, args.seeds)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{device}, {LOW}; ms a step" + (": for form, no claim" if device == "cpu" else ""))

@@ -3,7 +3,7 @@
     allow   products and convolutions: faster in low precision, and accumulated in fp32 inside
     deny    reductions, exponentials and powers, which lose too much or leave the range of fp16: as they were
     infer   elementwise operators: low where all that they read is low
-    clear   operators that only move or select values: wherever that spares casts
+    clear   operators that only move, select or draw values: wherever that spares casts
 
 An operator that is in none of these lists is denied. The classes follow what autocast does (`aten/src/ATen/
 autocast_mode.h`), stated for the smaller operators that compositions are made of.
@@ -41,7 +41,8 @@ _TABLE = {
         "view reshape _unsafe_view permute t transpose expand squeeze unsqueeze slice select split "
         "split_with_sizes unbind cat stack clone alias detach contiguous getitem flip roll repeat "
         "as_strided constant_pad_nd slice_backward select_backward unfold max_pool2d_with_indices "
-        "_low_memory_max_pool_with_offsets index index_select gather"
+        "_low_memory_max_pool_with_offsets index index_select gather empty new_empty "
+        "empty_like bernoulli"
     ),
     # Listed for the reader: what is nowhere is denied as well.
     DENY: (
@@ -62,6 +63,9 @@ KEEPS_FP32 = {
     "_scaled_dot_product_efficient_attention_backward": (6,),
     "_scaled_dot_product_cudnn_attention_backward": (5,),
 }
+
+# Operators that make memory of which only the shape counts.
+UNSET = frozenset(["empty", "new_empty", "empty_like"])
 
 # Elementwise operators that bring inputs of different dtypes to the wider one themselves.
 PROMOTES = frozenset(["add", "sub", "mul", "div", "maximum", "minimum", "where"])

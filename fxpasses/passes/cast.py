@@ -37,6 +37,7 @@ from fxpasses.precision import (
     INFER,
     KEEPS_FP32,
     PROMOTES,
+    UNSET,
     class_of,
     is_cast,
     operator_name,
@@ -113,9 +114,12 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
             sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
             if len(sources) == 1:
                 lowered.discard(node)
-    for node in reversed(kinds):  # what only moves values to products: cast in front of it, once
+    for node in reversed(
+        kinds
+    ):  # what only moves values to products, or is drawn for them: low before it
         moves = kinds[node] == CLEAR and _is_movement(node)
-        if moves and node.users and all(user in lowered for user in node.users):
+        drawn = kinds[node] in (INFER, CLEAR) and _is_drawn(node)
+        if (moves or drawn) and node.users and all(user in lowered for user in node.users):
             lowered.add(node)
     return lowered
 
@@ -199,9 +203,19 @@ def _comes_from_mask(node: fx.Node) -> bool:
     return _is_mask(node) or name == "bernoulli"
 
 
+def _is_drawn(node: fx.Node) -> bool:
+    """A mask drawn with one probability, which any dtype draws alike; a multiple of it; where it is drawn."""
+    name, read = operator_name(node), node.all_input_nodes
+    if name in UNSET:
+        return all(operator_name(user) == "bernoulli" for user in node.users)
+    if name == "bernoulli":
+        return operator_name(read[0]) in UNSET
+    return name in ("mul", "div") and len(read) == 1 and _is_drawn(read[0])
+
+
 def _is_movement(node: fx.Node) -> bool:
     """One value in, the same value out, elsewhere: a cast may stand on either side of it."""
-    return len(node.all_input_nodes) == 1 and operator_name(node) != "getitem"
+    return len(node.all_input_nodes) == 1 and operator_name(node) not in ("getitem", "bernoulli")
 
 
 class _Casts:
@@ -217,6 +231,9 @@ class _Casts:
         """Make a node read and make the low dtype."""
         keep = KEEPS_FP32.get(operator_name(node), ())
         kept = {node.args[i] for i in keep if i < len(node.args)}
+        if operator_name(node) in UNSET:
+            node.kwargs = {**node.kwargs, "dtype": self._low}
+            kept.update(node.all_input_nodes)
         for source in node.all_input_nodes:
             if _dtype(source) == torch.float32 and source not in kept and not _is_tuple(source):
                 node.replace_input_with(source, self._cast(source, self._low))

@@ -180,6 +180,11 @@ def _dropout(i: int, width: int, size: int) -> Lines:
     return Lines((), ("x = F.dropout(x, 0.5)",), width)
 
 
+def _dropout1d(i: int, width: int, size: int) -> Lines:
+    """One draw for each channel."""
+    return Lines((), ("x = F.dropout1d(x.unsqueeze(-1), 0.4).squeeze(-1)",), width)
+
+
 def _tied(i: int, width: int, size: int) -> Lines:
     init = f"self.w{i} = nn.Parameter(torch.randn({width}, {width}))"
     return Lines((init,), (f"x = F.linear(F.linear(x, self.w{i}).sin(), self.w{i})",), width)
@@ -250,6 +255,7 @@ KINDS: dict[str, Callable[[int, int, int], Lines]] = {
     "views": _views,
     "in_place": _in_place,
     "dropout": _dropout,
+    "dropout1d": _dropout1d,
     "tied": _tied,
     "frozen": _frozen,
     "bfloat16": _cast("bfloat16"),

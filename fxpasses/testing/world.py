@@ -7,7 +7,8 @@ on. So a graph means here what it means on W processes, with no process group an
     rank 1   mm ─ mm ─ all_reduce ┴ a + b ──┴ wait ─ output
 
 Sums run over the ranks in their order, in the dtype of the payload: the plainest order that a real
-collective may take.
+collective may take. What a graph draws at random, each rank draws from a generator that starts anew with its
+number: two runs of one graph draw alike, as do two graphs that draw in the same order.
 """
 
 from __future__ import annotations
@@ -115,9 +116,17 @@ class _Rank(fx.Interpreter):
         self._ahead = iter(list(graph.graph.nodes))
         self._at: fx.Node | None = None
         self._in_flight: list[InFlight] = []
+        self._random = torch.Generator().manual_seed(rank).get_state()
 
     def advance(self) -> Launch | None:
         """Run up to the next launch; None at the end of the graph."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            launch = self._advance()
+            self._random = torch.get_rng_state()
+        return launch
+
+    def _advance(self) -> Launch | None:
         for node in self._ahead:
             if is_launch(node):
                 self._at = node

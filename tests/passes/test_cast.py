@@ -162,6 +162,35 @@ def test_a_number_that_does_not_fit_keeps_its_operator_in_fp32():
         assert filled.meta["val"].dtype == expected
 
 
+def test_a_mask_is_drawn_low_and_draws_what_it_drew():
+    # Dropout of channels draws one number for each, which several values are multiplied with.
+    low, wide = nn.Conv1d(4, 4, 1), nn.Dropout1d(0.4)
+    x = torch.randn(3, 4, 5)
+    graph = joint_of(lambda x: low(wide(low(x))).sum(), x)
+    (mask,) = (n for n in graph.walk() if operator_name(n) == "bernoulli")
+    torch.manual_seed(0)
+    drawn = torch.bernoulli(torch.empty(mask.meta["val"].shape), 0.6)
+    checked(graph, cast())
+    assert dtypes_of(graph, "bernoulli") == {torch.bfloat16}
+    (mask,) = (n for n in graph.walk() if operator_name(n) == "bernoulli")
+    torch.manual_seed(0)
+    again = torch.bernoulli(torch.empty(mask.meta["val"].shape, dtype=torch.bfloat16), 0.6)
+    assert mask.args[1] == 0.6 and torch.equal(drawn, again.float())
+    assert not any(name in ("bernoulli", "div") for name, _ in casts(graph))
+
+
+def test_a_mask_that_is_read_in_fp32_too_stays():
+    layer = nn.Linear(4, 4)
+
+    def program(x):
+        mask = torch.empty_like(x).bernoulli_(0.5)
+        return (layer(x) * mask) @ x.T, mask
+
+    graph = joint_of(program, torch.randn(4, 4))
+    checked(graph, cast())
+    assert dtypes_of(graph, "bernoulli") == {torch.float32}
+
+
 # Idempotence, overrides, several users
 
 

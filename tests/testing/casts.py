@@ -29,6 +29,8 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("_to_copy", "convert_element_type")
 # Statistics of attention: fp32 also where the operator runs low.
 STATISTICS = {"_scaled_dot_product_flash_attention_for_cpu_backward": 5}
+# Where something is drawn: their dtype is an argument.
+MEMORY = ("empty", "new_empty", "empty_like")
 MAY_MIX = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 MAY_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite")
 
@@ -111,6 +113,10 @@ def same_operators(casts: Casts) -> None:
         assert new.target is old.target
         args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: casts.origin(n).name)
         expected = fx.map_arg((old.args, old.kwargs), lambda n: n.name)
+        if name(new) in MEMORY and new in casts.lowered:
+            kwargs, expected = dict(kwargs), (expected[0], dict(expected[1]))
+            assert kwargs.pop("dtype") == casts.low
+            expected[1].pop("dtype", None)
         assert (args, kwargs) == expected, f"{new.name} reads {args}, not {expected[0]}"
     gone = [n for n in casts.before.values() if n.name not in casts.after]
     replaced = {n.meta["provenance"].source for n in casts.made}
@@ -174,7 +180,7 @@ def _follows_low(casts: Casts, node: fx.Node) -> None:
         for n in node.all_input_nodes
         if n in casts.made and dtype(n) == casts.low and not is_small(casts.origin(n), casts.low)
     ]
-    to_products = casts.kind(casts.before[node.name]) == "clear" and len(node.all_input_nodes) == 1
+    to_products = casts.kind(casts.before[node.name]) == "clear" and len(node.all_input_nodes) <= 1
     if to_products and all(user in casts.lowered for user in node.users):
         return
     assert not cast_for_it, f"{[n.name for n in cast_for_it]} for {node.name}, which is no product"
@@ -193,7 +199,9 @@ def reads_right(casts: Casts) -> None:
     for node in casts.own:
         old = casts.before[node.name]
         read = [n for n in node.all_input_nodes if not is_tuple(n)]
-        if node in casts.lowered:
+        if node in casts.lowered and name(node) in MEMORY:
+            assert all(name(user) == "bernoulli" for user in node.users)
+        elif node in casts.lowered:
             kept = old.args[STATISTICS[name(old)]].name if name(old) in STATISTICS else ""  # type: ignore[union-attr]
             wide = [n for n in read if dtype(n) == torch.float32 and n.name != kept]
             assert not wide or is_tuple(read[0]), f"{node.name} is low and reads {wide}"

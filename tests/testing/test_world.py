@@ -114,6 +114,21 @@ def test_launches_are_kept():
     assert [[launch.payload.item() for launch in row] for row in world.launches] == [[2.0, 4.0]]
 
 
+def test_each_run_draws_alike_and_each_rank_its_own():
+    def fn(x):
+        first = torch.bernoulli(x * 0 + 0.5)
+        return C10D.wait_tensor(C10D.all_reduce(first, "sum", "w")), first, torch.rand_like(x)
+
+    graph = graph_of(lambda x: torch.cat(fn(x)), torch.ones(64))
+    state = torch.get_rng_state()
+    one, other = (run_world(graph, [[torch.ones(64)]] * 2) for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state())
+    for mine, again in zip(one, other, strict=True):
+        assert torch.equal(mine[0], again[0])
+    (sums, mine, _), (_, theirs, _) = (row[0].split(64) for row in one)
+    assert torch.equal(sums, mine + theirs) and not torch.equal(mine, theirs)
+
+
 DIFFERENT = {
     "operator": lambda x: C10D.broadcast(x, 0, "w"),
     "reduction": lambda x: C10D.all_reduce(x, "max", "w"),
