@@ -1,9 +1,10 @@
-"""Step time of one GPT over a link: the hardened backend against DistributedDataParallel + Inductor.
+"""Step time of one GPT over a link: schemes of the hardened backend, DDP with Inductor, its fp16 hook.
 
-    python -m bench.step_time [--ranks 2] [--rate 1gbit] [--rounds 12] [--batch 1] [--block 64]
+    python -m bench.step_time [--ranks 2] [--rates 1gbit 100mbit] [--schemes none int4] [--rounds 12]
 
-Both train the same model in the same processes, a step of each in turn, so that drift hits both alike;
-quoted are medians, and the median of the ratios of neighbouring steps.
+All train the same model in the same processes, a step of each in turn, so that drift hits all alike;
+quoted are medians, and the median of the ratios of neighbouring steps. `local` sends nothing. `--keep` also
+writes bench/results/step_time.txt.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from pathlib import Path
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from bench.steps import (
     ddp,
@@ -26,32 +29,47 @@ from bench.steps import (
 )
 from bench.testbed import Testbed
 
+RESULTS = Path(__file__).parent / "results" / "step_time.txt"
+TIMEOUT_S = 2400
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"])
+    parser.add_argument("--schemes", nargs="+", default=["none", "int8", "int4", "topk"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
     parser.add_argument("--block", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--bucket-mb", type=float, default=25.0)
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args)
         return
-    with Testbed(args.ranks, args.rate) as bed:
-        command = [sys.executable, "-m", "bench.step_time", "--worker", *sys.argv[1:]]
-        outputs = bed.run(command, timeout_s=1200)
-    print(result_of(outputs[0])["table"])
+    lines = [
+        f"GPT, batch {args.batch} x {args.block}, buckets of {args.bucket_mb:g} MiB, torch {torch.__version__}"
+    ]
+    for rate in args.rates:
+        with Testbed(args.ranks, rate) as bed:
+            command = [sys.executable, "-m", "bench.step_time", "--worker", *sys.argv[1:]]
+            outputs = bed.run(command, timeout_s=TIMEOUT_S)
+        where = "a link each" if bed.isolated else "no link: loopback"
+        lines += ["", f"{args.ranks} ranks, {rate} ({where})", result_of(outputs[0])["table"]]
+        print("\n".join(lines[-3:]), flush=True)
+    if args.keep:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("\n".join(lines) + "\n")
 
 
 def worker(args: argparse.Namespace) -> None:
     start_rank()
     wraps = {
-        "hardened": hardened(args.bucket_mb),
-        "ddp": ddp(args.bucket_mb),
         "local": torch.compile,
+        "ddp": ddp(args.bucket_mb),
+        "ddp fp16": ddp(args.bucket_mb, fp16_compress_hook),
+        **{scheme: hardened(args.bucket_mb, compression=scheme) for scheme in args.schemes},
     }
     steps = {name: training_step(wrap, args.batch, args.block) for name, wrap in wraps.items()}
     times = timed_in_turn(steps, args.rounds)

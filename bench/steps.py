@@ -49,10 +49,20 @@ def hardened(bucket_mb: float, **options: Any) -> Wrap:
     return lambda model: torch.compile(model, backend="hardened", options=options)
 
 
-def ddp(bucket_mb: float) -> Wrap:
-    """DistributedDataParallel around the model, Inductor's graphs inside it."""
-    parallel = nn.parallel.DistributedDataParallel
-    return lambda model: torch.compile(parallel(model, bucket_cap_mb=bucket_mb))
+def ddp(bucket_mb: float, hook: Callable[..., Any] | None = None) -> Wrap:
+    """DistributedDataParallel around the model, Inductor's graphs inside it.
+
+    Args:
+        hook: what it sends its buckets through.
+    """
+
+    def wrap(model: nn.Module) -> Callable[..., torch.Tensor]:
+        parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+        if hook is not None:
+            parallel.register_comm_hook(None, hook)
+        return torch.compile(parallel)
+
+    return wrap
 
 
 def training_step(wrap: Wrap, batch: int, block: int) -> Step:
