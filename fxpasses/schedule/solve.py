@@ -2,7 +2,8 @@
 
     bounds          what no order can beat: the critical path, and what each resource has to do
     list schedules  by several priorities, and the order that was given: the best of them
-    improvement     simulated annealing over orders, until the bound is reached
+    all orders      of a few tasks, with proof (`exact.py`)
+    improvement     of more: simulated annealing over orders, until the bound is reached
 
 All of it is deterministic, and no decision depends on a clock: every rank comes to the same order.
 
@@ -22,10 +23,12 @@ from collections.abc import Sequence
 
 import networkx as nx
 
+from fxpasses.schedule.exact import best_of_all
 from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, queued, timed
 
-# Placements of single tasks that the improvement may try: some tenths of a second.
+# Placements of single tasks that may be tried: some tenths of a second.
 PLACEMENTS = 200_000
+_FEW = 16  # tasks of which all orders are looked through
 _MOST_ROUNDS, _FEWEST_ROUNDS = 10_000, 50  # with fewer, nothing cools down
 # Of the annealing: the first temperature as a share of the makespan, how often it cools down, and the share of
 # moves that exchange critical neighbours. Chosen on random graphs of 20 to 40 tasks whose optimum is known.
@@ -39,7 +42,7 @@ class Solution:
 
     Attributes:
         schedule: the best that was found.
-        bound: seconds; no schedule of these tasks ends sooner.
+        bound: seconds; no schedule of these tasks, under the cap on memory, ends sooner.
         given: the makespan of the order that was given, in seconds; infinite where it does not fit the cap.
     """
 
@@ -85,8 +88,12 @@ def solve(
             f"{needed_memory(tasks, order):,}"
         )
     best = min(found, key=lambda s: s.makespan)  # the first, where several are equal
-    best = _improved(best, bound, memory_cap, placements)
-    return Solution(best, min(bound, best.makespan), given)
+    proven = _reaches(best, bound)
+    if not proven and len(tasks) <= _FEW:
+        best, proven = best_of_all(best, tails, memory_cap, placements // len(tasks))
+    if not proven:
+        best = _improved(best, bound, memory_cap, placements)
+    return Solution(best, best.makespan if proven else min(bound, best.makespan), given)
 
 
 def postponed(schedule: Schedule, which: Sequence[int], memory_cap: int | None = None) -> Schedule:
