@@ -10,6 +10,7 @@ from torch._inductor.utils import run_and_get_code
 
 import fxpasses
 from bench.gpt import GPT, GPTConfig
+from fxpasses.distributed.plans import PlanMismatch
 from fxpasses.schedule import order
 from tests.multirank import run_ranks
 
@@ -228,6 +229,21 @@ def ends_alike(rank: int) -> list[torch.Tensor]:
 def test_ranks_that_would_plan_otherwise_send_the_same():
     one, two = run_ranks(ends_alike, 2)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def with_other_rates(rank: int) -> str:
+    torch.manual_seed(0)
+    rates = [{"bandwidth": 1e5, "latency": 0.0}, {"bandwidth": 1e12, "latency": 0.1}]
+    options = {"schedule": "auto", "bucket_mb": 0.02, "compression": "int8", "machine": rates[rank]}
+    compiled = torch.compile(three_layers(), backend="hardened_aot_eager", options=options)
+    with pytest.raises(PlanMismatch) as caught:
+        compiled(torch.randn(8, 64)).sum().backward()
+    return str(caught.value)
+
+
+def test_rates_that_differ_between_ranks_are_an_error_on_each():
+    for message in run_ranks(with_other_rates, 2):
+        assert "bandwidth=100000.0" in message and "bandwidth=1000000000000.0" in message
 
 
 COMPRESSED = {
