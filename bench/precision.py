@@ -5,8 +5,9 @@
 
 On a GPU the first says whether throughput is at least, peak memory at most, that of autocast. On a CPU it runs
 for form: most of them have no fast bf16 products. The second trains on as many streams of batches as there are
-seeds: two runs that round differently drift apart, so that one stream's loss says little; `noise` is how far
-apart two runs of autocast are on average when one starts from weights that differ by 1e-6 of themselves.
+seeds: two runs that round differently drift apart, so that one stream's loss says little. `apart` is by how
+much the means over the streams differ, with its standard error; `noise` the same of two runs of autocast, one
+of which starts from weights that differ by 1e-6 of themselves.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def over_the_zoo(models: list[str], steps: int, seeds: int) -> None:
         lambda model: as_fp32(autocast(model, "cpu")),
         lambda model: as_fp32(autocast(nudged(model), "cpu")),
     ]
-    columns = f"{'hardened':>9} {'autocast':>9} {'apart':>7} {'noise':>7} {'gradients':>9} {'autocast':>9}"
+    columns = f"{'hardened':>9} {'autocast':>9} {'apart':>15} {'noise':>15} {'gradients':>9} {'autocast':>9}"
     print(f"{'model':10} {columns}   goals")
     for name in models or ZOO:
         entry, losses = ZOO[name], []
@@ -170,14 +171,21 @@ def over_the_zoo(models: list[str], steps: int, seeds: int) -> None:
             torch._dynamo.reset()
             runs = [train(entry, wrap, steps, first_seed=steps * seed) for seed in range(seeds)]
             losses.append(torch.stack([run.losses[-LAST:].mean() for run in runs]))
-        ours, theirs, again = (x.mean().item() for x in losses)
-        apart = abs(ours - theirs) / abs(theirs)
-        noise = abs(again - theirs) / abs(theirs)
+        ours, theirs, again = losses
+        apart, noise = _apart(ours, theirs), _apart(again, theirs)
         distances = [gradient_distance(entry, wrap) for wrap in ways[:2]]
         good = distances[0] <= GRADIENT_FACTOR * distances[1]
-        goals = f"loss {_verdict(apart <= LOSS_GOAL)}, gradients {_verdict(good)}"
-        figures = f"{ours:9.4f} {theirs:9.4f} {apart:7.2%} {noise:7.2%}"
+        goals = f"loss {_verdict(apart[0] <= LOSS_GOAL)}, gradients {_verdict(good)}"
+        spread = " ".join(f"{share:7.2%} ±{error:6.2%}" for share, error in (apart, noise))
+        figures = f"{ours.mean():9.4f} {theirs.mean():9.4f} {spread}"
         print(f"{name:10} {figures} {distances[0]:9.1e} {distances[1]:9.1e}   {goals}", flush=True)
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[float, float]:
+    """By how much the means of as many streams differ, as a share, and the standard error of that."""
+    differences = (ours - theirs) / theirs.mean()
+    error = differences.std() / len(differences) ** 0.5
+    return differences.mean().abs().item(), error.item()
 
 
 @torch.no_grad()
