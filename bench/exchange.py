@@ -1,6 +1,6 @@
 """Reducing gradients in compressed form over a slow link, kernels included, beside an fp32 all-reduce.
 
-    python -m bench.exchange [--ranks 2 4] [--rate 1gbit] [--elements 25600000] [--rounds 8]
+    python -m bench.exchange [--ranks 2 4] [--rate 1gbit] [--elements 25600000] [--bucket-mb 25] [--rounds 8]
 
 Each round runs every scheme once on the same gradients, in buckets as the pass `compress` sends them: all first
 legs, then all second ones, then the waits. `floor` is the bytes that a rank has to send divided by the rate,
@@ -29,7 +29,6 @@ from fxpasses.exchange import Coded
 from fxpasses.feedback import feedback_of
 
 SCHEMES = ("fp16", "int8", "int4", "topk:ratio=0.01")
-BUCKET = 25 * 2**18  # elements: 25 MiB of fp32
 UNTIMED_ROUNDS = 2
 BITS_PER_S = {"gbit": 1e9, "mbit": 1e6}
 # Time as a multiple of the floor, and times faster than the all-reduce.
@@ -43,10 +42,11 @@ Send = Callable[[], None]
 class Reduction:
     """One way to reduce the gradients of a rank."""
 
-    def __init__(self, scheme: str, elements: int, group: str) -> None:
+    def __init__(self, scheme: str, elements: int, bucket_mb: float, group: str) -> None:
         self.world, self.rank, self.group = dist.get_world_size(), dist.get_rank(), group
         generator = torch.Generator().manual_seed(self.rank)
-        sizes = [min(BUCKET, elements - start) for start in range(0, elements, BUCKET)]
+        most = int(bucket_mb * 2**18)  # elements of fp32
+        sizes = [min(most, elements - start) for start in range(0, elements, most)]
         self.buckets = [torch.randn(size, generator=generator) for size in sizes]
         self.exchanges: list[Coded] = []
         if scheme != "fp32":
@@ -116,7 +116,9 @@ def worker(args: argparse.Namespace) -> None:
     assert world_group is not None
     group = world_group.group_name
     process_group(group)
-    ways = {name: Reduction(name, args.elements, group) for name in ("fp32", *SCHEMES)}
+    ways = {
+        name: Reduction(name, args.elements, args.bucket_mb, group) for name in ("fp32", *SCHEMES)
+    }
     times: dict[str, list[float]] = {name: [] for name in ways}
     counted: dict[str, list[int]] = {name: [] for name in ways}
     for index in range(UNTIMED_ROUNDS + args.rounds):
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rate", default="1gbit", help="such as 1gbit or 100mbit")
     parser.add_argument("--elements", type=int, default=25_600_000)
+    parser.add_argument("--bucket-mb", type=float, default=25.0)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
