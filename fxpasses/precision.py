@@ -70,6 +70,9 @@ UNSET = frozenset(["empty", "new_empty", "empty_like"])
 # Elementwise operators that bring inputs of different dtypes to the wider one themselves.
 PROMOTES = frozenset(["add", "sub", "mul", "div", "maximum", "minimum", "where"])
 
+# Elementwise operators for which it is the same whether their input or their result is rounded.
+COMMUTES = frozenset(["relu", "neg", "abs"])
+
 # Operators whose result is the same whether a low value is brought to fp32 first.
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite"])
 

@@ -31,6 +31,7 @@ from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.precision import (
     ALLOW,
     CLEAR,
+    COMMUTES,
     COMPARES,
     DENY,
     DTYPES,
@@ -114,14 +115,41 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
             sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
             if len(sources) == 1:
                 lowered.discard(node)
-    for node in reversed(
-        kinds
-    ):  # what only moves values to products, or is drawn for them: low before it
-        moves = kinds[node] == CLEAR and _is_movement(node)
-        drawn = kinds[node] in (INFER, CLEAR) and _is_drawn(node)
-        if (moves or drawn) and node.users and all(user in lowered for user in node.users):
+    late = {node for node, kind in kinds.items() if _may_follow_later(node, kind)}
+    for node in [n for n in reversed(kinds) if n in late and n not in lowered]:
+        if _is_cast_anyway(node, late | lowered, lowered, low):
             lowered.add(node)
     return lowered
+
+
+def _may_follow_later(node: fx.Node, kind: str) -> bool:
+    """Whether a cast may as well stand before it: what moves values, is drawn, or commutes with rounding."""
+    commutes = kind == INFER and operator_name(node) in COMMUTES
+    return (
+        commutes
+        or (kind == CLEAR and _is_movement(node))
+        or (kind in (INFER, CLEAR) and _is_drawn(node))
+    )
+
+
+def _is_cast_anyway(
+    node: fx.Node, maybe_low: set[fx.Node], lowered: set[fx.Node], low: torch.dtype
+) -> bool:
+    """Whether it is read low, and nothing needs it in fp32: others compare it, or add it to what stays fp32."""
+    others = [user for user in node.users if user not in lowered]
+    if len(others) == len(node.users) or (others and operator_name(node) not in COMMUTES):
+        return False
+    return all(_reads_low_as_well(user, maybe_low, low) for user in others)
+
+
+def _reads_low_as_well(node: fx.Node, maybe_low: set[fx.Node], low: torch.dtype) -> bool:
+    """Whether it makes fp32 of what may be low, or compares that, and the program doesn't say where it runs."""
+    read = node.all_input_nodes
+    if "precision" in (node.meta.get("custom") or {}):
+        return False
+    if operator_name(node) in PROMOTES:
+        return _promotes(node, [n for n in read if n in maybe_low])
+    return len(read) == 1 and _compares_exactly(node, low)
 
 
 def _only_leads_up(node: fx.Node, lowered: set[fx.Node]) -> bool:
@@ -244,8 +272,9 @@ class _Casts:
         sources = [n for n in node.all_input_nodes if n in lowered and not _is_tuple(n)]
         sources = [n for n in sources if _dtype(n) == self._low]
         name = operator_name(node)
+        low = self._low
         if (name in PROMOTES and _promotes(node, sources)) or (
-            name in COMPARES and _compares_low(node, self._low)
+            _compares_exactly(node, low) and all(_dtype(n) == low for n in node.all_input_nodes)
         ):
             return
         for source in sources:
@@ -283,11 +312,11 @@ def _promotes(node: fx.Node, sources: list[fx.Node]) -> bool:
     return any(n.meta["val"].dim() >= min(most, 1) for n in others)
 
 
-def _compares_low(node: fx.Node, low: torch.dtype) -> bool:
-    """Whether all that it reads is low, its numbers exactly so."""
+def _compares_exactly(node: fx.Node, low: torch.dtype) -> bool:
+    """Whether it compares, with numbers, if any, that the low dtype has."""
     numbers = [a for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
     exact = all(torch.tensor(n, dtype=low).item() == n for n in numbers)
-    return exact and all(_dtype(n) == low for n in node.all_input_nodes)
+    return exact and operator_name(node) in COMPARES
 
 
 def _value(node: fx.Node) -> float:

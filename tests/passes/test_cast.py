@@ -179,6 +179,30 @@ def test_a_mask_is_drawn_low_and_draws_what_it_drew():
     assert not any(name in ("bernoulli", "div") for name, _ in casts(graph))
 
 
+def test_what_commutes_with_rounding_is_cast_before_it():
+    # A residual network: what follows a norm is read by a product, by the product's backward, and by a sum.
+    first, second = (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+
+    def program(x):
+        stream = first(x).abs()
+        return second(stream) + stream
+
+    graph = joint_of(program, torch.randn(3, 4))
+    checked(graph, cast())
+    (stream,) = (n for n in graph.walk() if operator_name(n) == "abs")
+    assert stream.meta["val"].dtype == torch.bfloat16
+    total = next(n for n in stream.users if operator_name(n) == "add")
+    assert total.meta["val"].dtype == torch.float32  # what it adds is not rounded before
+    assert (stream.name, torch.bfloat16) not in casts(graph)
+
+
+def test_what_commutes_with_rounding_stays_where_it_is_needed_in_fp32():
+    layer = nn.Linear(4, 4)
+    graph = joint_of(lambda x: (layer(x.abs()), x.abs().exp()), torch.randn(4, 4))
+    checked(graph, cast())
+    assert dtypes_of(graph, "abs") == {torch.float32}
+
+
 def test_a_mask_that_is_read_in_fp32_too_stays():
     layer = nn.Linear(4, 4)
 

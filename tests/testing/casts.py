@@ -31,6 +31,7 @@ CASTS = ("_to_copy", "convert_element_type")
 STATISTICS = {"_scaled_dot_product_flash_attention_for_cpu_backward": 5}
 # Where something is drawn: their dtype is an argument.
 MEMORY = ("empty", "new_empty", "empty_like")
+COMMUTE = ("relu", "neg", "abs")  # rounded before or after: the same
 MAY_MIX = ("add", "sub", "mul", "div", "maximum", "minimum", "where")
 MAY_COMPARE = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite")
 
@@ -174,7 +175,9 @@ def fits(node: fx.Node, low: torch.dtype) -> bool:
 
 
 def _follows_low(casts: Casts, node: fx.Node) -> None:
-    """It reads something low, and no value for the first time: but for what only moves values to products."""
+    """It reads something low, and no value for the first time: but for what only moves values to products, and
+    what commutes with rounding, which the value would have been cast behind.
+    """
     cast_for_it = [
         n
         for n in node.all_input_nodes
@@ -182,6 +185,10 @@ def _follows_low(casts: Casts, node: fx.Node) -> None:
     ]
     to_products = casts.kind(casts.before[node.name]) == "clear" and len(node.all_input_nodes) <= 1
     if to_products and all(user in casts.lowered for user in node.users):
+        return
+    if name(node) in COMMUTE and any(user in casts.lowered for user in node.users):
+        others = [user for user in node.users if user not in casts.lowered]
+        assert all(name(user) in (*MAY_COMPARE, *MAY_MIX) for user in others)
         return
     assert not cast_for_it, f"{[n.name for n in cast_for_it]} for {node.name}, which is no product"
 
