@@ -46,7 +46,8 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            if ctx.meta.get("traceback"):
+            # A pipe that nobody reads any more ends the command; click does that.
+            if ctx.meta.get("traceback") or isinstance(error, BrokenPipeError):
                 raise
             if note := _note(error):
                 raise Failed(f"{one_line(error)}; {note}") from error
