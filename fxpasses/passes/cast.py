@@ -43,7 +43,7 @@ from fxpasses.precision import (
     operator_name,
     parse_rules,
 )
-from fxpasses.rewrite import Provenance, model_line, splice
+from fxpasses.rewrite import Provenance, model_line, splice, wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Cast(Pass):
         low = DTYPES[self.dtype]
         if low == torch.float32:
             return Report(changed=False)
-        lowered = _lowered(graph, low, parse_rules(self.rules or ""))
+        lowered = _wanted(graph, _lowered(graph, low, parse_rules(self.rules or "")))
         if not lowered:
             return Report(changed=False)
         casts = _Casts(graph, low)
@@ -122,6 +122,18 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
         if (moves or drawn) and node.users and all(user in lowered for user in node.users):
             lowered.add(node)
     return lowered
+
+
+def _wanted(graph: TrainingGraph, lowered: set[fx.Node]) -> set[fx.Node]:
+    """Those that shall be lowered; parts go with the whole."""
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node not in lowered:
+            continue
+        origin = Provenance("cast", "lower", node.name, model_line(node))
+        if node.args[0] in found if operator_name(node) == "getitem" else wanted(origin):
+            found.add(node)
+    return found
 
 
 def _only_leads_up(node: fx.Node, lowered: set[fx.Node]) -> bool:
