@@ -97,6 +97,7 @@ class Onlookers:
             if page is not None:
                 page.add_errors(found)
         if shown.html is not None and page is not None:
+            shown.html.parent.mkdir(parents=True, exist_ok=True)
             shown.html.write_text(page.html())
         if shown.as_json:
             printer.print_json(shown.times)

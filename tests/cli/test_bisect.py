@@ -78,6 +78,12 @@ def test_options_go_with_loss_diff():
     assert result.exit_code == 2 and "go with --loss-diff" in result.output
 
 
+def test_wrong_input_of_loss_diff_is_one_line():
+    result = run("--loss-diff", "1e-3", "own.py:mkae")
+    assert result.exit_code == 2
+    assert result.output == "Error: own.py:mkae: own.py has no 'mkae'; did you mean 'make'?\n"
+
+
 @pytest.mark.parametrize(
     ("passes", "code"), [("bucketing,wrong{parameter=weight}", 1), ("bucketing", 0)]
 )

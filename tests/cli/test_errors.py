@@ -34,9 +34,11 @@ def test_the_users_errors_are_one_line(error, line):
     assert result.exit_code == 2 and result.output == f"{line}\n"
 
 
-def test_traceback_raises_it():
+def test_traceback_shows_it_and_the_exit_code_stays():
     result = run(ValueError("wrong"), "--traceback")
-    assert isinstance(result.exception, ValueError) and result.exit_code == 1
+    assert result.exit_code == 2
+    first, *_, last = result.output.splitlines()
+    assert first == "Traceback (most recent call last):" and last == "Error: wrong"
 
 
 def test_what_is_not_the_users_is_raised():
