@@ -168,10 +168,8 @@ def _run(
     graphs = [moment.graph for moment in ranks]
     values = program.values if program is not None else [{}] * len(graphs)
     inputs = [_inputs(graph, rank, values[rank]) for rank, graph in enumerate(graphs)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # dropout drops the same before a pass and after it
-        world = World(graphs, inputs)
-        outputs = world.run()
+    world = World(graphs, inputs)
+    outputs = world.run()
     found = [{node.name: x for node, x in rank.env.items()} for rank in world.ranks]
     return [_results(graph, row) for graph, row in zip(graphs, outputs, strict=True)], found
 
