@@ -117,3 +117,14 @@ def _initialise(module: nn.Module) -> None:
 def parameter_count(module: nn.Module) -> int:
     """Number of trained scalars; a shared weight counts once."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def example() -> tuple[GPT, torch.Tensor]:
+    """The demo's model and a batch for it: `fxpasses dump bench.gpt:example`."""
+    return GPT(DEMO), torch.zeros(4, DEMO.block, dtype=torch.long)
+
+
+def small_example() -> tuple[GPT, torch.Tensor]:
+    """The same model with fewer and smaller layers."""
+    config = GPTConfig(layers=1, width=32, block=16)
+    return GPT(config), torch.zeros(2, config.block, dtype=torch.long)

@@ -4,9 +4,10 @@ It asks through the environment, so that any command can be asked about, whateve
 
     FXPASSES_BISECT={"log": FILE, "passes": [names] or null, "partial": [name, rewrites] or null}
 
-Only these passes run (null: all), and of one only so many rewrites (calls of `splice`) happen; then it is left
-as if it had ended. Each process adds what it ran to the log. A graph that a pass left half-way may break a
-rule: that is noted as well, since it says nothing about the pass.
+Only these passes run (null: all), and of one only so many rewrites happen; then it is left as if it had ended.
+A rewrite is a call of `splice`, or what a pass asks for with `rewrite.wanted`. Each process adds what it ran
+to the log. A graph that a pass left half-way may break a rule: that is noted as well, since it says nothing
+about the pass.
 """
 
 from __future__ import annotations
@@ -72,20 +73,37 @@ def run(current: Pass, graph: TrainingGraph) -> Report:
     request = _request()
     if request is None:
         return current.run(graph)
-    limit = request.partial[1] if request.partial and request.partial[0] == current.name else None
-
-    def count(provenance: Provenance) -> None:
-        if limit is not None and _counts[current.name] >= limit:
-            raise _Stop
-        _counts[current.name] += 1
-        request.note(made_by=current.name, rewrite=dataclasses.asdict(provenance))
-
     before = graph.fingerprint()
     try:
-        with listening(count):
+        with listening(_Part(request, current.name)):
             return current.run(graph)
     except _Stop:
         return Report(changed=graph.fingerprint() != before)
+
+
+class _Part:
+    """Lets a pass do as many rewrites as the request says."""
+
+    def __init__(self, request: Request, name: str) -> None:
+        self._request, self._name = request, name
+        partial = request.partial
+        self._limit = partial[1] if partial and partial[0] == name else None
+        self._asks = False  # whether the pass asks itself; then splices are no rewrites
+
+    def before_splice(self, provenance: Provenance) -> None:
+        if not self._asks and not self._next(provenance):
+            raise _Stop
+
+    def wants(self, provenance: Provenance) -> bool:
+        self._asks = True
+        return self._next(provenance)
+
+    def _next(self, provenance: Provenance) -> bool:
+        if self._limit is not None and _counts[self._name] >= self._limit:
+            return False
+        _counts[self._name] += 1
+        self._request.note(made_by=self._name, rewrite=dataclasses.asdict(provenance))
+        return True
 
 
 @contextlib.contextmanager

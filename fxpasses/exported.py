@@ -8,7 +8,6 @@ training graph's buffer updates stand first among the outputs, in the program's 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from fxpasses.graph import Role, TrainingGraph
+from fxpasses.graph import Role, TrainingGraph, copied
 from fxpasses.precision import operator_name
 
 _INPUTS = {
@@ -45,7 +44,7 @@ def exported(program: ExportedProgram) -> TrainingGraph:
     Raises:
         ValueError: for inputs or outputs of a kind that a training graph does not have (tokens, objects).
     """
-    module = copy.deepcopy(program.graph_module)
+    module = copied(program.graph_module)
     placeholders = module.graph.find_nodes(op="placeholder")  # a copy may have renamed them
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         kind = _known(_INPUTS, spec.kind, node.name)

@@ -10,6 +10,7 @@ they survive copies:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -277,11 +278,16 @@ def empty_like(module: fx.GraphModule) -> fx.GraphModule:
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
     """A copy, with the tensors that it holds, also while the compiler traces with fake ones."""
-    with unset_fake_temporarily(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "`isinstance", FutureWarning
-        )  # torch's, of its own pytrees
+    with unset_fake_temporarily(), without_warnings_of_pytrees():
         return copy.deepcopy(module)
+
+
+@contextlib.contextmanager
+def without_warnings_of_pytrees() -> Iterator[None]:
+    """Without those that torch gives of its own code, when a structure is copied."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`isinstance", FutureWarning)
+        yield
 
 
 def identifier(name: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -45,13 +45,31 @@ def model_line(node: fx.Node) -> str:
     return f"{path.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')}"
 
 
-Listener = Callable[[Provenance], None]
+class Listener(Protocol):
+    """Who is asked about rewrites before they happen."""
+
+    def before_splice(self, provenance: Provenance) -> None:
+        """A `splice` begins."""
+
+    def wants(self, provenance: Provenance) -> bool:
+        """Whether a rewrite shall happen that a pass can as well leave out."""
+
+
 _listeners: list[Listener] = []
+
+
+def wanted(provenance: Provenance) -> bool:
+    """Whether a rewrite shall happen: yes, unless `fxpasses bisect` asks for the first few only.
+
+    A pass whose splices make sense only several at once asks so for each thing that it does, before it does the
+    first one, so that it can be stopped between any two.
+    """
+    return all(listener.wants(provenance) for listener in _listeners)
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call this in front of each `splice` meanwhile."""
+    """Ask this listener meanwhile."""
     _listeners.append(listener)
     try:
         yield
@@ -84,7 +102,7 @@ def splice(
         ValueError: when `fn` uses a tensor that is not an argument.
     """
     for listener in _listeners:
-        listener(provenance)
+        listener.before_splice(provenance)
     leaves, structure = pytree.tree_flatten(args)
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fxpasses import bisection
 from fxpasses.bisection import Request
@@ -18,6 +19,8 @@ from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.pipeline import Pipeline
 from fxpasses.rewrite import Provenance, splice
 from fxpasses.spec import SpecError
+from fxpasses.trace import trace
+from tests.golden.model import TwoHeads
 from tests.graphs import WORLD, Does, doubled
 
 
@@ -108,3 +111,20 @@ def test_an_error_of_another_pass_is_none_of_ours(monkeypatch, tmp_path):
     with pytest.raises(SpecError, match="'does'"):
         ran(doubled((3,)), Does(action=lambda graph: None), Bucketing(mb=1))
     assert not any("untestable" in row for row in rows(tmp_path / "log"))
+
+
+def test_a_pass_that_asks_can_be_stopped_anywhere(monkeypatch, tmp_path):
+    def lowered(limit: int | None) -> int:
+        bisection._counts.clear()
+        partial = None if limit is None else ("cast", limit)
+        asked(monkeypatch, tmp_path / "log", passes=("cast",), partial=partial)
+        (tmp_path / "log").unlink(missing_ok=True)
+        trace(TwoHeads(), (torch.ones(3, 4),), {"precision": "bf16"})  # checks the rules
+        return sum(row.get("made_by") == "cast" for row in rows(tmp_path / "log"))
+
+    everything = lowered(None)
+    assert everything > 5
+    assert [lowered(n) for n in range(everything + 1)] == list(range(everything + 1))
+    assert {row["rewrite"]["rule"] for row in rows(tmp_path / "log") if "rewrite" in row} == {
+        "lower"
+    }

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpasses.cli.errors import NO, Command, InputError
+from fxpasses.cli.errors import NO, WRONG, Command, InputError
 from fxpasses.cli.running import backend_options
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def bisect(
     elif passes or options:
         raise InputError("--passes and --option go with --loss-diff; a command has its own")
     with tempfile.TemporaryDirectory() as folder:
-        _search(Runs(command, timeout, Path(folder) / "log"))
+        _search(Runs(command, timeout, Path(folder) / "log", is_own=loss_diff is not None))
 
 
 def _search(runs: Runs) -> None:
@@ -181,10 +181,15 @@ class Runs:
     Args:
         timeout: seconds.
         log: where its processes add what they ran.
+        is_own: the command is one of this package, whose exit codes have a meaning.
+
+    Raises:
+        InputError: what a command of this package says is wrong with what it was given.
     """
 
-    def __init__(self, command: str, timeout: float, log: Path) -> None:
+    def __init__(self, command: str, timeout: float, log: Path, is_own: bool = False) -> None:
         self._command, self._timeout, self._log = command, timeout, log
+        self._is_own = is_own
         self._known: dict[Request, Outcome] = {}
 
     def run(
@@ -216,7 +221,10 @@ class Runs:
             )
         except subprocess.TimeoutExpired:
             return False, f"it took longer than {self._timeout:g} s"
-        return done.returncode == 0, "\n".join(done.stdout.splitlines()[-5:])
+        said = done.stdout.splitlines()
+        if self._is_own and done.returncode == WRONG:
+            raise InputError(said[-1].removeprefix("Error: "))
+        return done.returncode == 0, "\n".join(said[-5:])
 
 
 def _shown(request: Request) -> str:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from fxpasses.cli.completion import pass_names
 from fxpasses.cli.errors import NO, Command, InputError
 from fxpasses.cli.inputs import resolve
-from fxpasses.cli.printing import CHANGES, Printer, Wanted, known_passes
+from fxpasses.cli.onlookers import Onlookers, Shown
+from fxpasses.cli.printing import CHANGES
 from fxpasses.cli.running import backend_options, run, settings_of
-
-if TYPE_CHECKING:
-    from fxpasses.dump.errors import Errors
-    from fxpasses.dump.page import Page
-    from fxpasses.graph import TrainingGraph
-    from fxpasses.observers import GraphName
-    from fxpasses.passes.base import Pass
-    from fxpasses.pipeline import Done, Observer
 
 
 class _Dump(Command):
@@ -94,9 +86,10 @@ class _Dump(Command):
 @click.option("--time-passes", "times", is_flag=True, help="Print the seconds that each pass took.")
 @click.option(
     "--errors",
-    "with_errors",
+    "errors",
     is_flag=True,
-    help="Run the graphs of all ranks on random inputs: how much does each pass change results?",
+    help="Run the graphs of all ranks on random inputs: how far are results behind each pass from those in "
+    "fp32, and from those in front of it?",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what passes did as JSON instead.")
 @click.option(
@@ -116,19 +109,9 @@ def dump(
     options: tuple[str, ...],
     world: int | None,
     ranks: int | None,
-    out: Path | None,
-    html: Path | None,
-    svg: Path | None,
-    svg_nodes: int,
-    changed: str | None,
-    only: tuple[str, ...],
-    before: tuple[str, ...],
-    after: tuple[str, ...],
-    times: bool,
-    with_errors: bool,
-    as_json: bool,
-    output: Path | None,
     compare: bool,
+    output: Path | None,
+    **shown: Any,
 ) -> None:
     """Run passes over INPUT, and see the graph after each of them.
 
@@ -146,56 +129,28 @@ def dump(
     if compare:
         _compare([Path(word) for word in words])
         return
-    if len(words) > 2:
-        raise InputError(
-            f"got {len(words)} arguments: {' '.join(words)}; expected INPUT [PIPELINE]"
-        )
-    input, pipeline = words[0], words[1] if len(words) == 2 else None
-    if passes and pipeline:
-        raise InputError(f"got the passes twice: {pipeline!r} and --passes {passes!r}")
+    input, text = _input_and_passes(words, passes)
     if world is not None and ranks is not None and world != ranks:
         raise InputError(f"got --world {world} and --ranks {ranks}; either says how many there are")
     found = resolve(input)  # first: it may register passes
-    text = passes if passes is not None else pipeline
-    wanted = Wanted(
-        changed=None if as_json else changed,
-        lines=(out or html or svg) is not None and not as_json,
-        before=known_passes(before, "--print-before"),
-        after=known_passes(after, "--print-after"),
-        only=known_passes(only, "--filter-passes"),
-        graphs=not (
-            out or html or svg or changed or before or after or times or with_errors or as_json
-        ),
-    )
-    printer = Printer(wanted)
-    page = _page() if html is not None else None
-    errors = _errors() if with_errors else None
-    watches: list[Callable[[GraphName], Observer]] = [printer.watch]
-    watches += [watching.watch for watching in (page, errors) if watching is not None]
-    watches += [_written(out)] if out is not None else []
-    watches += [_drawn(svg, svg_nodes)] if svg is not None else []
-    watches.append(_reproduced(out))
     settings = settings_of(text, options)
+    asked = Shown(**shown)
+    onlookers = Onlookers(asked, settings)
+    every = ranks is not None or asked.errors
+    run(found, settings, ranks or world, every, onlookers.watch, output, quiet=asked.as_json)
+    onlookers.finish()
 
-    def watcher(name: GraphName) -> list[Observer]:
-        return [watch(name) for watch in watches]
 
-    every = ranks is not None or with_errors
-    run(found, settings, ranks or world, every, watcher, output, quiet=as_json)
-    if errors is not None:
-        changes = errors.measured()
-        printer.add_errors(changes)
-        if page is not None:
-            page.add_errors(changes)
-    if html is not None and page is not None:
-        html.write_text(page.html())
-    if as_json:
-        printer.print_json(times)
-        return
-    if times:
-        printer.print_times()
-    if with_errors:
-        printer.print_errors()
+def _input_and_passes(words: tuple[str, ...], passes: str | None) -> tuple[str, str | None]:
+    """INPUT, and the pipeline string, behind it or by option."""
+    input, *more = words
+    if len(more) > 1:
+        raise InputError(
+            f"got {len(words)} arguments: {' '.join(words)}; expected INPUT [PIPELINE]"
+        )
+    if more and passes is not None:
+        raise InputError(f"got the passes twice: {more[0]!r} and --passes {passes!r}")
+    return input, more[0] if more else passes
 
 
 def _compare(folders: list[Path]) -> None:
@@ -208,57 +163,3 @@ def _compare(folders: list[Path]) -> None:
         click.echo(str(difference))
         raise SystemExit(NO)
     click.echo(f"{len(folders)} ranks do the same")
-
-
-def _page() -> Page:
-    from fxpasses.dump.page import Page
-
-    return Page()
-
-
-def _errors() -> Errors:
-    from fxpasses.dump.errors import Errors
-
-    return Errors()
-
-
-def _written(out: Path) -> Callable[[GraphName], Observer]:
-    """Makes observers that write a graph's files."""
-
-    def watch(name: GraphName) -> Observer:
-        from fxpasses.dump.folder import Dump
-
-        return Dump(out / str(name))
-
-    return watch
-
-
-def _reproduced(out: Path | None) -> Callable[[GraphName], Observer]:
-    """Makes observers that leave a script when a pass fails."""
-
-    def watch(name: GraphName) -> Observer:
-        from fxpasses.dump.repro import Repro
-
-        path = Path("fxpasses-repro.py") if out is None else out / str(name) / "repro.py"
-        return Repro(path, str(name))
-
-    return watch
-
-
-def _drawn(folder: Path, limit: int) -> Callable[[GraphName], Observer]:
-    """Makes observers that draw a graph once its last pass has run."""
-    from fxpasses.dump.modules import graphviz, svg
-
-    graphviz()  # before anything runs
-
-    def watch(name: GraphName) -> Observer:
-        path = folder / f"{name}.svg"
-
-        def observe(previous: Done | None, following: Pass | None, graph: TrainingGraph) -> None:
-            if following is None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(svg(graph, limit))
-
-        return observe
-
-    return watch

@@ -46,13 +46,21 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except Exception as error:
+            end = _end(error)
+            if end is None:
+                raise
             if ctx.meta.get("traceback"):
-                raise
-            if note := _note(error):
-                raise Failed(f"{one_line(error)}; {note}") from error
-            if not isinstance(error, ValueError | OSError):
-                raise
-            raise Wrong(one_line(error)) from error
+                click.echo(traceback.format_exc().rstrip(), err=True)
+            raise end from error
+
+
+def _end(error: Exception) -> click.ClickException | None:
+    """How the command ends by an error; None: by its traceback, or as click has it."""
+    if isinstance(error, BrokenPipeError):  # nobody reads any more: click ends it without a word
+        return None
+    if note := _note(error):
+        return Failed(f"{one_line(error)}; {note}")
+    return Wrong(one_line(error)) if isinstance(error, ValueError | OSError) else None
 
 
 @contextlib.contextmanager

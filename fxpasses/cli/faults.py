@@ -12,6 +12,7 @@ import click
 from fxpasses.cli.errors import Command, InputError
 
 if TYPE_CHECKING:
+    from fxpasses.cli.inputs import Program
     from fxpasses.faults.trials import Trials
 
 _PHASES = ("forward", "backward", "gradient")
@@ -54,6 +55,7 @@ def campaign(program: str, output: Path, sites: int, timeout: float, **given: An
     from fxpasses.faults.campaign import run_campaign
     from fxpasses.faults.report import heading, shares, write_page, write_picture
 
+    _program(program)  # what is wrong with it is said here, not by a process that repeats it
     given["where"] = list(given["where"] or _PHASES)
     settings = {"program": program, **given}
     make = functools.partial(_trials, settings)
@@ -90,13 +92,19 @@ def reproduce(folder: Path, trial: int) -> None:
     click.echo(_script(settings, rows[trial]))
 
 
-def _trials(settings: dict[str, Any]) -> Trials:
+def _program(word: str) -> Program:
     from fxpasses.cli.inputs import Program, resolve
+
+    found = resolve(word)
+    if not isinstance(found, Program):
+        raise InputError(f"{word}: expected module:name or file.py:name")
+    return found
+
+
+def _trials(settings: dict[str, Any]) -> Trials:
     from fxpasses.faults.trials import Trials, options_of
 
-    found = resolve(settings["program"])
-    if not isinstance(found, Program):
-        raise InputError(f"{settings['program']}: expected module:name or file.py:name")
+    found = _program(settings["program"])
     options = options_of(settings["model"], settings["where"], settings["guards"])
     return Trials(
         found.function,

@@ -14,6 +14,7 @@ from fxpasses.cli.errors import InputError
 from fxpasses.config import nearest
 
 if TYPE_CHECKING:
+    from fxpasses.dump.errors import Difference
     from fxpasses.graph import TrainingGraph
     from fxpasses.observers import GraphName
     from fxpasses.passes.base import Pass
@@ -66,20 +67,22 @@ class Printer:
 
         return observe
 
-    def add_errors(self, errors: Mapping[tuple[str, int], float]) -> None:
-        """Add how much passes change results, by graph and number."""
-        for (name, number), error in errors.items():
+    def add_errors(self, found: Mapping[tuple[str, int], Difference]) -> None:
+        """Add how much results differ behind passes, by graph and number."""
+        for (name, number), difference in found.items():
             for row in self.graphs[name]:
                 if row["number"] == number:
-                    row["error"] = error
+                    row.update(difference.data())
 
     def print_errors(self) -> None:
-        """How much each pass changes results."""
-        click.echo(f"{'change':>10}  pass")
+        """How much results differ behind each pass."""
+        click.echo(f"{'error':>10} {'change':>10}  pass")
         for name, rows in self.graphs.items():
             for row in rows:
-                if "error" in row:
-                    click.echo(f"{row['error']:10.2e}  {name} {row['number']:02d} {row['pass']}")
+                if "change" in row:
+                    error = "unknown" if row["error"] is None else f"{float(row['error']):.2e}"
+                    what = f"{name} {row['number']:02d} {row['pass']}"
+                    click.echo(f"{error:>10} {float(row['change']):10.2e}  {what}")
 
     def print_times(self) -> None:
         """Seconds by pass, over all graphs, the longest first."""

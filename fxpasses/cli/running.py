@@ -143,13 +143,15 @@ def _transform(
     from fxpasses.config import Hardening
     from fxpasses.distributed.fake import fake_world
     from fxpasses.distributed.group import resolve as resolve_group
+    from fxpasses.graph import without_warnings_of_pytrees
     from fxpasses.observers import CheckRules, GraphName
     from fxpasses.passes.base import STAGES
     from fxpasses.pipeline import build
 
     program = exported.program
     if program.dialect == "TRAINING":  # not functional: norms write their buffers in place
-        program = program.run_decompositions()
+        with without_warnings_of_pytrees():
+            program = program.run_decompositions()
     graph = programs.exported(program)
     with fake_world(world, rank):
         passes = build(Hardening.from_options(settings), resolve_group(None).name, world, rank)

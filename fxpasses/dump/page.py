@@ -1,10 +1,11 @@
 """All graphs of a dump as one HTML file that needs nothing else: `page.html` around the data below.
 
     {"graphs": [{"name", "lines": [text], "nodes": {name: details}, "moments": [
-        {"title", "heading", "changed", "seconds", "figures", "lines": [index into lines], "changes": [block]}
+        {"title", "heading", "changed", "seconds", "figures", "lines": [index into lines], "changes": [block],
+         "chart"}
     ]}]}
 
-A line is stored once, however many passes leave it as it is.
+A line is stored once, however many passes leave it as it is. A pass that changes nothing has no chart.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from typing import Any
 
 from torch import fx
 
+from fxpasses.distributed.group import resolve
+from fxpasses.dump.chart import chart_of
 from fxpasses.dump.code import origin_of, program_origin, short_line, value_text
 from fxpasses.dump.diff import blocks
 from fxpasses.dump.dot import kind_of
+from fxpasses.dump.errors import Difference
 from fxpasses.dump.figures import figures_of
 from fxpasses.dump.text import Lines, heading
 from fxpasses.graph import TrainingGraph
@@ -27,28 +31,34 @@ from fxpasses.observers import GraphName
 from fxpasses.passes.base import Pass
 from fxpasses.pipeline import Done, Observer
 from fxpasses.rewrite import model_line
+from fxpasses.schedule.machine import Machine
 
 _PLACE = "/*DATA*/"
 
 
 class Page:
-    """Watches graphs and makes the page of them."""
+    """Watches graphs and makes the page of them.
 
-    def __init__(self) -> None:
+    Args:
+        machine: what the schedules are predicted with.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._graphs: list[_Graph] = []
 
     def watch(self, name: GraphName) -> Observer:
         """The observer of one graph."""
-        self._graphs.append(_Graph(str(name)))
+        self._graphs.append(_Graph(name, self._machine))
         return self._graphs[-1]
 
-    def add_errors(self, errors: Mapping[tuple[str, int], float]) -> None:
-        """Say of passes, by graph and number, how much they change results."""
+    def add_errors(self, found: Mapping[tuple[str, int], Difference]) -> None:
+        """Say of passes, by graph and number, how much results differ behind them."""
         for graph in self._graphs:
             for moment in graph.data["moments"]:
                 number = int(moment["title"].split()[0])
-                if (key := (graph.data["name"], number)) in errors and number:
-                    moment["error"] = errors[key]
+                if (key := (graph.data["name"], number)) in found and number:
+                    moment.update(found[key].data())
 
     def html(self) -> str:
         """The file."""
@@ -61,14 +71,15 @@ class Page:
 class _Graph:
     """The data of one graph."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: GraphName, machine: Machine) -> None:
+        self._name, self._machine = name, machine
         self._lines = Lines()
         self._indices: dict[str, int] = {}
         self._before: list[str] = []
         self._nodes: dict[str, dict[str, Any]] = {}
         self._moments: list[dict[str, Any]] = []
         self.data: dict[str, Any] = {
-            "name": name,
+            "name": str(name),
             "lines": [],
             "nodes": self._nodes,
             "moments": self._moments,
@@ -92,6 +103,9 @@ class _Graph:
                 "changes": [b for b in changes if self._before[b[0] : b[1]] != lines[b[2] : b[3]]],
             }
         )
+        if previous is None or previous.report.changed:
+            chart = chart_of(graph, self._name, self._machine, resolve(None).size)
+            self._moments[-1]["chart"] = chart
         for node in graph.graph.nodes:
             if node.name not in self._nodes:
                 self._nodes[node.name] = _details(node)

@@ -41,7 +41,7 @@ def first_difference(folders: Sequence[Path]) -> Difference | None:
         ValueError: for fewer than two folders, and one that holds no dump.
     """
     if len(folders) < 2:
-        raise ValueError(f"got {len(folders)} folder to compare; expected two or more")
+        raise ValueError(f"got {len(folders)} rank to compare; expected two or more")
     files = [_files(folder) for folder in folders]
     for name in sorted(set().union(*files)):
         missing = [
@@ -59,8 +59,14 @@ def first_difference(folders: Sequence[Path]) -> Difference | None:
 
 
 def ranks_in(folder: Path) -> list[Path]:
-    """The folders of the ranks in a dump, in order."""
+    """The folders of the ranks in a dump, in order.
+
+    Raises:
+        ValueError: where there are none.
+    """
     found = [p for p in folder.glob("rank*") if p.is_dir() and p.name[4:].isdigit()]
+    if not found:
+        raise ValueError(f"{folder}: holds no dump (rank0/g0.backward/00-input.json and others)")
     return sorted(found, key=lambda p: int(p.name[4:]))
 
 

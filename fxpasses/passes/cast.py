@@ -44,7 +44,7 @@ from fxpasses.precision import (
     operator_name,
     parse_rules,
 )
-from fxpasses.rewrite import Provenance, model_line, splice
+from fxpasses.rewrite import Provenance, model_line, splice, wanted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Cast(Pass):
         low = DTYPES[self.dtype]
         if low == torch.float32:
             return Report(changed=False)
-        lowered = _lowered(graph, low, parse_rules(self.rules or ""))
+        lowered = _wanted(graph, _lowered(graph, low, parse_rules(self.rules or "")))
         if not lowered:
             return Report(changed=False)
         casts = _Casts(graph, low)
@@ -150,6 +150,18 @@ def _reads_low_as_well(node: fx.Node, maybe_low: set[fx.Node], low: torch.dtype)
     if operator_name(node) in PROMOTES:
         return _promotes(node, [n for n in read if n in maybe_low])
     return len(read) == 1 and _compares_exactly(node, low)
+
+
+def _wanted(graph: TrainingGraph, lowered: set[fx.Node]) -> set[fx.Node]:
+    """Those that shall be lowered; parts go with the whole."""
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node not in lowered:
+            continue
+        origin = Provenance("cast", "lower", node.name, model_line(node))
+        if node.args[0] in found if operator_name(node) == "getitem" else wanted(origin):
+            found.add(node)
+    return found
 
 
 def _only_leads_up(node: fx.Node, lowered: set[fx.Node]) -> bool:

@@ -176,7 +176,7 @@ def _plan(
 ) -> Plan:
     if not backwards:
         raise ValueError("the program records no backward, so there is nothing to plan")
-    forwards = [_forward(joint, machine, world) for joint in joints]
+    forwards = [forward_of(joint, machine, world) for joint in joints]
     agreement = _agreement(machine, world)
     parts = [[agreement, build(graph, machine, world)] for graph in reversed(backwards)]
     program = _one_after_the_other([*forwards, *itertools.chain(*parts)])
@@ -193,8 +193,8 @@ def _plan(
     )
 
 
-def _forward(joint: TrainingGraph, machine: Machine, world: int) -> Program:
-    """What the outputs of the forward need; nothing for a whole step, whose graph holds the forward already."""
+def forward_of(joint: TrainingGraph, machine: Machine, world: int) -> Program:
+    """The tasks of the forward: what its outputs need. None for a whole step, whose backward holds it."""
     if not joint.inputs("tangent"):
         return Program((), ())
     outputs = [n for kind in ("output", "mutation") for _, n, _ in joint.outputs(kind)]

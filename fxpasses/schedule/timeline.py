@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Slice:
         start, duration: seconds.
         kind: as in `Work`.
         bucket: number of the bucket that it is about; None for the model's own computation.
+        nodes: names in the graph, in order; empty for what was measured.
     """
 
     track: str
@@ -39,6 +40,7 @@ class Slice:
     duration: float
     kind: str
     bucket: int | None = None
+    nodes: tuple[str, ...] = ()
 
 
 def predicted(program: Program, schedule: Schedule) -> list[Slice]:
@@ -55,9 +57,8 @@ def predicted(program: Program, schedule: Schedule) -> list[Slice]:
         if work.kind != LINK:
             host = end
         bucket = numbers.get(work.bucket)
-        found.append(
-            Slice(work.track, schedule.tasks[i].name, start, end - start, work.kind, bucket)
-        )
+        name, nodes = schedule.tasks[i].name, tuple(node.name for node in work.nodes)
+        found.append(Slice(work.track, name, start, end - start, work.kind, bucket, nodes))
     return found
 
 
@@ -165,8 +166,3 @@ def draw(path: Path, ranks: Mapping[int, Sequence[Slice]], title: str = "") -> N
     axes.set_xlabel("ms")
     axes.set_title(title)
     figure.savefig(path, dpi=120)
-
-
-def rows_of(slices: Iterable[Slice]) -> list[dict[str, Any]]:
-    """As plain data, for JSON."""
-    return [dataclasses.asdict(one) for one in slices]

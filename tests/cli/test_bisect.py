@@ -15,61 +15,12 @@ from fxpasses.bisection import Request
 from fxpasses.cli import main
 from fxpasses.cli.bisect import Outcome, first_bad
 from fxpasses.cli.loss import main as loss
-
-SOURCE = '''
-import copy, dataclasses
-from typing import ClassVar
-
-import torch
-from torch import nn
-
-from fxpasses import Pass, Report, register_pass, splice
-from fxpasses.rewrite import Provenance
-
-
-@register_pass
-@dataclasses.dataclass(frozen=True)
-class Wrong(Pass):
-    """Negates the gradient of one parameter."""
-
-    parameter: str = "bias"
-
-    name: ClassVar[str] = "wrong"
-    stage: ClassVar[str] = "backward"
-
-    def run(self, graph):
-        for g in graph.gradients():
-            factor = -1 if g.parameter == self.parameter else 1
-            origin = Provenance(self.name, "multiply", g.node.name, parameters=(g.parameter,))
-            node = splice(
-                graph, graph.output_node, lambda x: x * factor, g.node, name="w", provenance=origin
-            )
-            graph.set_output(g.index, node)
-        return Report(changed=True)
-
-
-def make():
-    torch.manual_seed(0)
-    return nn.Linear(4, 2), torch.ones(3, 4)
-
-
-if __name__ == "__main__":
-    model, x = make()
-    twin = copy.deepcopy(model)
-    options = {"passes": "wrong"}
-    torch.compile(model, backend="hardened_aot_eager", options=options)(x).sum().backward()
-    twin(x).sum().backward()
-    for a, b in zip(model.parameters(), twin.parameters()):
-        assert torch.allclose(a.grad, b.grad)
-'''
+from tests.own_pass import write_own
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_registry: None) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "own.py").write_text(SOURCE)
-    return tmp_path
+    return write_own(tmp_path, monkeypatch, "wrong")
 
 
 def run(*arguments: str) -> Result:
@@ -125,6 +76,12 @@ def test_a_run_that_takes_too_long_fails():
 def test_options_go_with_loss_diff():
     result = run("true", "--passes", "cast")
     assert result.exit_code == 2 and "go with --loss-diff" in result.output
+
+
+def test_wrong_input_of_loss_diff_is_one_line():
+    result = run("--loss-diff", "1e-3", "own.py:mkae")
+    assert result.exit_code == 2
+    assert result.output == "Error: own.py:mkae: own.py has no 'mkae'; did you mean 'make'?\n"
 
 
 @pytest.mark.parametrize(

@@ -282,4 +282,11 @@ def test_what_is_wrong_is_one_line(folder, arguments, message):
 
 def test_traceback_shows_more():
     result = run("own.py:Wrong", "--traceback")
-    assert result.exc_info is not None and isinstance(result.exception, ValueError)
+    assert result.exit_code == 2 and "Traceback (most recent call last):" in result.output
+    assert 'own.py", line 19, in forward' in result.output
+    assert result.output.splitlines()[-1].startswith("Error: ")
+
+
+def test_a_page_goes_into_a_new_folder():
+    done("own.py:Net", "--html", "new/page.html")
+    assert Path("new/page.html").exists()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import click
 import pytest
 from click.testing import CliRunner, Result
@@ -31,14 +34,22 @@ def test_the_users_errors_are_one_line(error, line):
     assert result.exit_code == 2 and result.output == f"{line}\n"
 
 
-def test_traceback_raises_it():
+def test_traceback_shows_it_and_the_exit_code_stays():
     result = run(ValueError("wrong"), "--traceback")
-    assert isinstance(result.exception, ValueError) and result.exit_code == 1
+    assert result.exit_code == 2
+    first, *_, last = result.output.splitlines()
+    assert first == "Traceback (most recent call last):" and last == "Error: wrong"
 
 
 def test_what_is_not_the_users_is_raised():
     result = run(AssertionError("ours"))
     assert isinstance(result.exception, AssertionError) and "Error:" not in result.output
+
+
+def test_a_reader_that_went_away_is_no_error():
+    command = f"{sys.executable} -c 'from fxpasses.cli import main; main()' passes | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
 
 
 def test_an_error_of_a_library_says_its_kind():

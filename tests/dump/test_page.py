@@ -14,21 +14,28 @@ import torch
 
 from bench.pipeline import chain
 from fxpasses.config import Hardening
+from fxpasses.dump.chart import chart_of
 from fxpasses.dump.figures import figures_of
 from fxpasses.dump.page import Page
 from fxpasses.observers import GraphName
 from fxpasses.pipeline import build
+from fxpasses.schedule.machine import Machine
+from fxpasses.schedule.plan import plan_step
 from fxpasses.trace import trace
 from tests.golden.model import TwoHeads
 from tests.graphs import doubled, mlp
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a headless Chromium")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason=f"needs one of {', '.join(BROWSERS)} on PATH"
+)
+MACHINE = Machine(bandwidth=3e6)
 OPTIONS = {"precision": "bf16", "compression": "int8"}
 
 
 def page_of_two_heads() -> Page:
-    page = Page()
+    page = Page(Machine())
     trace(TwoHeads(), (torch.ones(3, 4),), OPTIONS, world=2, watcher=lambda n: [page.watch(n)])
     return page
 
@@ -71,12 +78,29 @@ def patched(old: list[int], new: list[int], changes: list[list[int]]) -> list[in
     return result + old[at:]
 
 
+def test_schedules_are_those_of_the_plan():
+    graphs = trace(TwoHeads(), (torch.ones(3, 4),), OPTIONS, world=2)
+    plan = plan_step(graphs, MACHINE, 2)
+    agreement = sum(t.duration for t in plan.program.tasks if t.name == "agreement")
+    charts = [chart_of(graph.after, graph.name, MACHINE, 2) for graph in graphs]
+    ends = [max(start + length for _, start, length, *_ in chart["bars"]) for chart in charts]
+    assert sum(ends) == pytest.approx(1e6 * (plan.step_s - agreement), rel=1e-4)
+    assert all(chart["ranks"] == 2 and chart["rates"] == "bandwidth=3000000.0" for chart in charts)
+    nodes = [node for *_, names in charts[1]["bars"] for node in names]
+    assert set(nodes) <= {node.name for node in graphs[1].after.graph.nodes}
+
+
+def test_a_pass_that_changes_nothing_has_no_schedule(html):
+    for moment in data_in(html)["graphs"][1]["moments"]:
+        assert ("chart" in moment) == moment["changed"]
+
+
 def test_the_page_needs_nothing_else(html):
     assert not re.search(r"(?:src|href)\s*=|https?://|@import|url\(", html)
 
 
 def test_the_data_can_not_end_the_script():
-    page = Page()
+    page = Page(Machine())
     graph = doubled((3,))
     graph.inputs()[0][0].meta["role"] = type(graph.inputs()[0][1])("tangent", "</script><b>")
     page.watch(GraphName(0, 0, "backward"))(None, None, graph)
@@ -158,8 +182,47 @@ def test_the_keyboard_walks_through_passes_and_graphs(html, tmp_path):
 
 
 @needs_browser
+def test_the_schedule_is_drawn_and_shows_the_node(html, tmp_path):
+    address = "graph=rank0/g0.backward&pass=05+compress&node="
+    dom = shown(html, tmp_path, f"{address}bucket0_quantise")
+    (track,) = [y for kind, y in bars(dom) if "hit" in kind]
+    assert track == "22"  # the second of three
+    assert {kind for kind, _ in bars(dom)} >= {"bar compute", "bar launch", "bar link", "bar wait"}
+    assert re.search(r"<dt>runs</dt><dd>codec, from [\d.]+ µs for [\d.]+ µs, bucket 0", dom)
+    assert re.search(r"predicted schedule: [\d.]+ (µs|ms) on 2 ranks", dom)
+    before = shown(html, tmp_path, "graph=rank0/g0.backward&pass=00+input")
+    assert {kind for kind, _ in bars(before)} == {"bar compute"}
+
+
+@needs_browser
+def test_a_click_on_a_bar_selects_its_node_and_hovering_marks_it(html, tmp_path):
+    bar = "document.querySelector('.bar.link[data-node=bucket0_all_gather_into_tensor]')"
+    event = "new MouseEvent('{}', {{bubbles: true}})"
+    address = "graph=rank0/g0.backward&pass=05+compress"
+    dom = shown(html, tmp_path, address, f"{bar}.dispatchEvent({event.format('click')});")
+    assert "<dd>compress / launch</dd>" in dom
+    assert re.search(r'<span class="n hit" data-node="bucket0_all_gather_into_tensor">', dom)
+    name = "document.querySelector('.n[data-node=bucket0_quantise]')"
+    script = f"{name}.dispatchEvent({event.format('mouseover')});"
+    dom = shown(html, tmp_path, f"{address}&node=bucket0_quantise", script)
+    assert [kind for kind, _ in bars(dom) if "near" in kind] == ["bar codec hit near"]
+
+
+@needs_browser
+def test_the_schedule_is_zoomed(html, tmp_path):
+    dom = shown(html, tmp_path, "graph=rank0/g0.backward", press("+", "+", "-"))
+    assert '<svg id="bars" width="200%">' in dom
+
+
+def bars(dom: str) -> list[tuple[str, str]]:
+    """Class and vertical place of each bar of the schedule."""
+    found = re.findall(r'<rect [^>]*y="(\d+)"[^>]*class="([^"]*)"', dom)
+    return [(kind, y) for y, kind in found]
+
+
+@needs_browser
 def test_unchanged_passes_are_dimmed(tmp_path):
-    page = Page()
+    page = Page(Machine())
     trace(mlp(4, 2), (torch.ones(3, 4),), world=2, watcher=lambda n: [page.watch(n)])
     dom = shown(page.html(), tmp_path, "graph=rank0/g0.backward")
     dimmed = [text for attributes, text in items(dom) if "same" in attributes]
@@ -176,14 +239,14 @@ def test_search_finds_passes_and_nodes(html, tmp_path):
 
 @needs_browser
 def test_a_click_selects_a_node(html, tmp_path):
-    script = "document.querySelector('[data-node]').click();"
+    script = "document.querySelector('.n').click();"
     dom = shown(html, tmp_path, script=script)
     assert "<dt>node</dt>" in dom and "n hit" in dom
 
 
 @needs_browser
 def test_graphs_of_5000_nodes_open_in_three_seconds(fake_world, tmp_path):
-    graph, page = chain(5000), Page()
+    graph, page = chain(5000), Page(Machine())
     options = Hardening(bucket_mb=1, compression="int8", clip_norm=1.0, loss_scale="dynamic")
     passes = build(options, fake_world, 4, 0)
     passes.run("backward", graph, [page.watch(GraphName(0, 0, "backward"))])

@@ -91,7 +91,7 @@ def test_a_graph_that_a_rank_lacks(tmp_path):
         (["same"], 0, "2 ranks do the same"),
         (["same/rank0", "same/rank1"], 0, "2 ranks do the same"),
         (["other"], 1, "g0.backward/00-input: node "),
-        (["same/rank0"], 2, "got 0 folder to compare"),
+        (["same/rank0"], 2, "holds no dump"),
         (["same/rank0", "nowhere"], 2, "nowhere: holds no dump"),
     ],
 )

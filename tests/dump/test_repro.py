@@ -10,42 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from fxpasses.cli import main
+from tests.own_pass import write_own
 
-SOURCE = '''
-import dataclasses
-from typing import ClassVar
-
-import torch
-from torch import nn
-
-from fxpasses import Pass, Report, register_pass
-
-
-@register_pass
-@dataclasses.dataclass(frozen=True)
-class Sloppy(Pass):
-    """Raises, or says that it changed what it did not."""
-
-    how: str = "lies"
-
-    name: ClassVar[str] = "sloppy"
-    stage: ClassVar[str] = "backward"
-
-    def run(self, graph):
-        if self.how == "raises":
-            raise KeyError("no such gradient")
-        return Report(changed=True)
-
-
-def make():
-    return nn.Linear(3, 2), torch.ones(4, 3)
-
-
-if __name__ == "__main__":
-    passes = "bucketing,sloppy"
-    compiled = torch.compile(make()[0], backend="hardened_aot_eager", options={"passes": passes})
-    compiled(torch.ones(4, 3)).sum().backward()
-'''
 FAILURES = {
     "sloppy": "SpecError: after pass 'sloppy': it reports a change, which is not so",
     "sloppy{how=raises}": "KeyError: 'no such gradient'",
@@ -54,10 +20,7 @@ FAILURES = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_registry: None) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "own.py").write_text(SOURCE)
-    return tmp_path
+    return write_own(tmp_path, monkeypatch, "bucketing,sloppy")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

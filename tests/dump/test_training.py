@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ model = nn.Linear(32, 32)
 compiled = torch.compile(model, backend=sys.argv[1])
 compiled(torch.ones(4, 32)).sum().backward()
 """
+# Beside Python, if its environment is not activated.
+PLACES = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", "")))
+TLPARSE = shutil.which("tlparse", path=PLACES)
 STEMS = ("00-input", "01-participation", "02-running_stats", "03-bucketing", "04-gradient_sync")
 
 
@@ -73,6 +78,18 @@ def test_records_in_torchs_trace(tmp_path):
         record["frame_id"] == 0 for record in found.values()
     )  # known to belong to the compilation
     assert "+    bucket0_cat = " in payload[names[3]]
+
+
+@pytest.mark.skipif(TLPARSE is None, reason="needs tlparse: pip install tlparse")
+def test_tlparse_shows_them(tmp_path):
+    train(tmp_path, "hardened_aot_eager", TORCH_TRACE=str(tmp_path / "trace"))
+    command = [str(TLPARSE), "trace", "--all-ranks-html", "--no-browser", "-o", "report"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True)
+    (shown,) = (tmp_path / "report").glob("rank_1/-_0_0_0/*03-bucketing*.txt")
+    assert "+    bucket0_cat = " in shown.read_text()
+    index = (tmp_path / "report" / "rank_1" / "index.html").read_text()
+    assert shown.name in index
+    assert [stem for stem in STEMS if f"fxpasses_rank1_g0.backward_{stem}" in index] == list(STEMS)
 
 
 def test_nothing_is_written_unless_asked_for(tmp_path):

@@ -186,7 +186,7 @@ def _follows_low(casts: Casts, node: fx.Node) -> None:
     to_products = casts.kind(casts.before[node.name]) == "clear" and len(node.all_input_nodes) <= 1
     if to_products and all(user in casts.lowered for user in node.users):
         return
-    if name(node) in COMMUTE and any(user in casts.lowered for user in node.users):
+    if cast_for_it and name(node) in COMMUTE and node.users.keys() & casts.lowered:
         others = [user for user in node.users if user not in casts.lowered]
         assert all(name(user) in (*MAY_COMPARE, *MAY_MIX) for user in others)
         return
