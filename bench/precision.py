@@ -168,9 +168,12 @@ def over_the_zoo(models: list[str], steps: int, seeds: int) -> None:
     for name in models or ZOO:
         entry, losses = ZOO[name], []
         for wrap in ways:
-            torch._dynamo.reset()
-            runs = [train(entry, wrap, steps, first_seed=steps * seed) for seed in range(seeds)]
-            losses.append(torch.stack([run.losses[-LAST:].mean() for run in runs]))
+            last = []
+            for seed in range(seeds):
+                torch._dynamo.reset()  # each stream has a model of its own
+                run = train(entry, wrap, steps, first_seed=steps * seed)
+                last.append(run.losses[-LAST:].mean())
+            losses.append(torch.stack(last))
         ours, theirs, again = losses
         apart, noise = _apart(ours, theirs), _apart(again, theirs)
         distances = [gradient_distance(entry, wrap) for wrap in ways[:2]]
