@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import torch
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-def vector(name: str, tensor: torch.Tensor | None, numel: int) -> None:
-    """Raise `ValueError` unless it is a contiguous fp32 tensor of shape [numel], or None."""
+
+def vector(
+    name: str,
+    tensor: torch.Tensor | None,
+    numel: int,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+) -> None:
+    """Raise `ValueError` unless it is a contiguous tensor of shape [numel], or None."""
     if tensor is None:
         return
-    if tensor.dtype != torch.float32 or tensor.shape != (numel,) or not tensor.is_contiguous():
+    if tensor.dtype not in dtypes or tensor.shape != (numel,) or not tensor.is_contiguous():
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"{name}: expected a contiguous float32 tensor of shape [{numel}], got {_described(tensor)}"
+            f"{name}: expected a contiguous {names} tensor of shape [{numel}], got {_described(tensor)}"
         )
 
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from custom_ops import checks, native
+from custom_ops import checks, kernels
 from custom_ops.layout import ALIGNMENT_BYTES, CHECKSUM_WORD
-from custom_ops.reference import checksum as reference
 
 
-@torch.library.custom_op("fxpasses::seal", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::seal", mutates_args=(), device_types=kernels.DEVICES)
 def seal(payload: Tensor, pieces: int) -> Tensor:
     """A copy of the payload with a checksum in the header of each piece.
 
@@ -32,9 +31,8 @@ def seal(payload: Tensor, pieces: int) -> Tensor:
     Raises:
         ValueError: for a tensor that is no payload of so many pieces.
     """
-    sealed = _words(payload[None], pieces).clone()
-    sealed[..., CHECKSUM_WORD] = _checksums(sealed)
-    return sealed.view(torch.uint8).flatten()
+    words = _words(payload[None], pieces)
+    return kernels.call("checksum.seal", words, words).view(torch.uint8).flatten()
 
 
 @seal.register_fake
@@ -43,7 +41,7 @@ def _(payload, pieces):
     return torch.empty_like(payload)
 
 
-@torch.library.custom_op("fxpasses::broken", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::broken", mutates_args=(), device_types=kernels.DEVICES)
 def broken(payloads: Tensor, pieces: int) -> Tensor:
     """Which payloads have a piece whose checksum is not that of its content.
 
@@ -58,7 +56,7 @@ def broken(payloads: Tensor, pieces: int) -> Tensor:
         ValueError: for a tensor that does not hold payloads of so many pieces.
     """
     words = _words(payloads, pieces)
-    return (words[..., CHECKSUM_WORD] != _checksums(words)).any(1)
+    return (words[..., CHECKSUM_WORD] != kernels.call("checksum.checksums", words, words)).any(1)
 
 
 @broken.register_fake
@@ -76,11 +74,3 @@ def _words(payloads: Tensor, pieces: int) -> Tensor:
         )
     checks.rows("payloads", payloads, payloads.shape[1])
     return payloads.view(torch.int32).unflatten(1, (pieces, -1))
-
-
-def _checksums(words: Tensor) -> Tensor:
-    if native.use_reference():
-        return reference.checksums(words)
-    out = words.new_empty(words.shape[:-1])
-    native.call("checksums", words, out.numel(), words.shape[-1], out)
-    return out

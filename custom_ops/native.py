@@ -2,8 +2,7 @@
 disk.
 
 They are plain C++ behind a C interface, so that a build takes seconds, needs no header of torch, and serves
-every version of it. `FXPASSES_CPU_KERNELS=reference` chooses the implementations in plain PyTorch instead:
-the same bits, many times slower. Nothing else ever chooses them.
+every version of it. `custom_ops.kernels` chooses them, for tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from pathlib import Path
 
 import torch
 
+from custom_ops.kernels import CHOICE
+
 BYTES_PER_THREAD = 2**18  # less is done sooner than another thread is woken
 SOURCES = Path(__file__).parent / "cpp"
-CHOICE = "FXPASSES_CPU_KERNELS"
 COMPILERS = ("g++", "clang++", "c++")
 # Without contraction: a fused multiply-add rounds once where other machines round twice.
 FLAGS = (
@@ -34,18 +34,6 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 X86_FLAGS = ("-mprefer-vector-width=512",)
-
-
-def use_reference() -> bool:
-    """Whether `FXPASSES_CPU_KERNELS` asks for the implementations in plain PyTorch.
-
-    Raises:
-        ValueError: for a value other than `compiled` (the default) and `reference`.
-    """
-    choice = os.environ.get(CHOICE, "compiled")
-    if choice not in ("compiled", "reference"):
-        raise ValueError(f"{CHOICE}={choice!r}: expected 'compiled' or 'reference'")
-    return choice == "reference"
 
 
 def call(function: str, *args: torch.Tensor | ctypes.Structure | ctypes.Array | int | None) -> None:
@@ -106,7 +94,7 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     """Of what the binary depends on. Macros tell the compiler's version and the CPU's instructions."""
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     digest = hashlib.sha256(repr((compiler, flags, macros)).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(SOURCES.glob("*.[ch]*")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

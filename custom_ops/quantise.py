@@ -34,7 +34,6 @@ al., ICML 2017, "Distributed mean estimation with limited communication".
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -42,29 +41,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from custom_ops import checks, native, noise
-from custom_ops.layout import Layout, Segment
-from custom_ops.reference import quantise as reference
-
-NATIVE_FIELDS = (
-    *("bits", "group", "symmetric", "rotate", "shards"),
-    *("piece_bytes", "zeros_offset", "codes_offset"),
-)
+from custom_ops import checks, kernels, outputs
+from custom_ops.layout import Layout
 
 
-class NativeLayout(ctypes.Structure):
-    """What the kernels know of a layout."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in NATIVE_FIELDS]
-
-
-class NativeSegment(ctypes.Structure):
-    """A `Segment`, for the kernels."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in Segment._fields]
-
-
-@torch.library.custom_op("fxpasses::quantise", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::quantise", mutates_args=(), device_types=kernels.DEVICES)
 def quantise(
     flat: Tensor,
     residual: Tensor | None,
@@ -79,8 +60,8 @@ def quantise(
     """Encode flat + residual.
 
     Args:
-        flat: [n] fp32, contiguous; n is the sum of `lengths`.
-        residual: the same, or None.
+        flat: [n] fp32, bf16 or fp16, contiguous; n is the sum of `lengths`.
+        residual: [n] fp32, contiguous, or None.
         seed: one int64 for stochastic rounding; None rounds to nearest. The caller sees to it that ranks,
             steps and buckets have seeds of their own.
         lengths, shards, bits, group, symmetric, rotate: the fields of a `Layout`.
@@ -94,26 +75,17 @@ def quantise(
     """
     layout = layout_of(lengths, shards, bits, group, symmetric, rotate)
     _check_input(flat, residual, seed, layout.numel)
-    key = None if seed is None else noise.key_of(int(seed))
-    if native.use_reference():
-        return reference.quantise(flat, residual, layout, key)
-    payload, lost = _results(layout.payload_bytes, residual, flat)
-    segments, native_layout = _native(layout, None)
-    native.call(
-        *("quantise", flat, residual, None if residual is None else lost, payload),
-        *(segments, len(segments), native_layout, layout.numel, *_rounding(key)),
-    )
-    return payload, lost
+    return kernels.call("quantise.quantise", flat, flat, residual, seed, layout)
 
 
 @quantise.register_fake
 def _(flat, residual, seed, *fields):
     layout = layout_of(*fields)
     _check_input(flat, residual, seed, layout.numel)
-    return _results(layout.payload_bytes, residual, flat)
+    return outputs.payload_and_residual(layout.payload_bytes, residual, flat)
 
 
-@torch.library.custom_op("fxpasses::dequantise", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::dequantise", mutates_args=(), device_types=kernels.DEVICES)
 def dequantise(
     payloads: Tensor,
     lengths: Sequence[int],
@@ -137,12 +109,7 @@ def dequantise(
     """
     layout = layout_of(lengths, shards, bits, group, symmetric, rotate)
     checks.rows("payloads", payloads, layout.payload_bytes)
-    if native.use_reference():
-        return reference.dequantise(payloads, layout)
-    out = payloads.new_empty(layout.numel, dtype=torch.float32)
-    segments, native_layout = _native(layout, None)
-    native.call("dequantise", payloads, len(payloads), out, segments, len(segments), native_layout)
-    return out
+    return kernels.call("quantise.dequantise", payloads, payloads, layout)
 
 
 @dequantise.register_fake
@@ -152,7 +119,7 @@ def _(payloads, *fields):
     return payloads.new_empty(layout.numel, dtype=torch.float32)
 
 
-@torch.library.custom_op("fxpasses::requantise", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::requantise", mutates_args=(), device_types=kernels.DEVICES)
 def requantise(
     pieces: Tensor,
     residual: Tensor | None,
@@ -187,18 +154,8 @@ def requantise(
     layout = layout_of(lengths, shards, bits, group, symmetric, rotate)
     out_layout = layout_of(lengths, shards, out_bits, group, symmetric, rotate)
     _check_pieces(pieces, residual, seed, shard, layout)
-    key = None if seed is None else noise.key_of(int(seed))
-    if native.use_reference():
-        return reference.requantise(pieces, residual, shard, layout, out_layout, key)
-    piece, lost = _results(out_layout.piece_bytes, residual, pieces)
-    segments, native_layout = _native(layout, shard)
-    out_segments, native_out_layout = _native(out_layout, shard)
-    native.call(
-        *("requantise", pieces, len(pieces), residual, None if residual is None else lost, piece),
-        *(shard, shard * layout.shard_numel, layout.shard_numel, segments, out_segments),
-        *(len(segments), native_layout, native_out_layout, *_rounding(key)),
-    )
-    return piece, lost
+    operands = (pieces, residual, seed, shard, layout, out_layout)
+    return kernels.call("quantise.requantise", pieces, *operands)
 
 
 @requantise.register_fake
@@ -206,7 +163,7 @@ def _(pieces, residual, seed, shard, out_bits, *fields):
     layout = layout_of(*fields)
     _check_pieces(pieces, residual, seed, shard, layout)
     out_layout = dataclasses.replace(layout, bits=out_bits)
-    return _results(out_layout.piece_bytes, residual, pieces)
+    return outputs.payload_and_residual(out_layout.piece_bytes, residual, pieces)
 
 
 def layout_of(lengths: Sequence[int], *rest: int) -> Layout:
@@ -219,28 +176,8 @@ def _layout_of(*fields) -> Layout:  # type: ignore[no-untyped-def]
     return Layout(*fields)
 
 
-@functools.lru_cache(maxsize=1024)
-def _native(layout: Layout, shard: int | None) -> tuple[ctypes.Array, NativeLayout]:
-    """Segments, of one shard or all, and layout as the kernels read them."""
-    segments = [NativeSegment(*s) for s in layout.segments if shard in (None, s.shard)]
-    fields = (int(getattr(layout, name)) for name in NATIVE_FIELDS)
-    return (NativeSegment * len(segments))(*segments), NativeLayout(*fields)
-
-
-def _rounding(key: int | None) -> tuple[int, int]:
-    return int(key is not None), key or 0
-
-
-def _results(size: int, residual: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for a payload and a new residual."""
-    lost = (
-        like.new_empty(0, dtype=torch.float32) if residual is None else torch.empty_like(residual)
-    )
-    return like.new_empty(size, dtype=torch.uint8), lost
-
-
 def _check_input(flat: Tensor, residual: Tensor | None, seed: Tensor | None, numel: int) -> None:
-    checks.vector("flat", flat, numel)
+    checks.vector("flat", flat, numel, checks.FLOATS)
     checks.vector("residual", residual, numel)
     checks.seed(seed)
 

@@ -21,31 +21,20 @@ Sources: Lin et al., ICLR 2018, "Deep gradient compression" (sampled threshold);
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from custom_ops import checks, native
+from custom_ops import checks, kernels
 from custom_ops.layout import TopKLayout
-from custom_ops.reference import topk as reference
 
 
-class NativeLayout(ctypes.Structure):
-    """What the kernels know of a layout."""
-
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("numel", "chunks", "quota", "last_quota", "offsets_offset", "payload_bytes")
-    ]
-
-
-@torch.library.custom_op("fxpasses::topk_encode", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::topk_encode", mutates_args=(), device_types=kernels.DEVICES)
 def topk_encode(flat: Tensor, residual: Tensor, numel: int, ratio: float) -> tuple[Tensor, Tensor]:
     """Encode flat + residual.
 
     Args:
-        flat, residual: [numel] fp32, contiguous.
+        flat: [numel] fp32, bf16 or fp16, contiguous.
+        residual: [numel] fp32, contiguous.
         numel, ratio: the fields of a `TopKLayout`.
 
     Returns:
@@ -55,25 +44,20 @@ def topk_encode(flat: Tensor, residual: Tensor, numel: int, ratio: float) -> tup
         ValueError: for a layout or tensor that does not fit.
     """
     layout = TopKLayout(numel, ratio)
-    checks.vector("flat", flat, numel)
+    checks.vector("flat", flat, numel, checks.FLOATS)
     checks.vector("residual", residual, numel)
-    if native.use_reference():
-        return reference.topk_encode(flat, residual, layout)
-    payload = flat.new_empty(layout.payload_bytes, dtype=torch.uint8)
-    kept = torch.empty_like(residual)
-    native.call("topk_encode", flat, residual, kept, payload, _native(layout))
-    return payload, kept
+    return kernels.call("topk.topk_encode", flat, flat, residual, layout)
 
 
 @topk_encode.register_fake
 def _(flat, residual, *fields):
     layout = TopKLayout(*fields)
-    checks.vector("flat", flat, layout.numel)
+    checks.vector("flat", flat, layout.numel, checks.FLOATS)
     checks.vector("residual", residual, layout.numel)
     return flat.new_empty(layout.payload_bytes, dtype=torch.uint8), torch.empty_like(residual)
 
 
-@torch.library.custom_op("fxpasses::topk_decode", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::topk_decode", mutates_args=(), device_types=kernels.DEVICES)
 def topk_decode(payloads: Tensor, numel: int, ratio: float) -> Tensor:
     """Decode W payloads and take their mean, summed in the order of the rows.
 
@@ -89,11 +73,7 @@ def topk_decode(payloads: Tensor, numel: int, ratio: float) -> Tensor:
     """
     layout = TopKLayout(numel, ratio)
     checks.rows("payloads", payloads, layout.payload_bytes)
-    if native.use_reference():
-        return reference.topk_decode(payloads, layout)
-    out = payloads.new_empty(numel, dtype=torch.float32)
-    native.call("topk_decode", payloads, len(payloads), out, _native(layout))
-    return out
+    return kernels.call("topk.topk_decode", payloads, payloads, layout)
 
 
 @topk_decode.register_fake
@@ -101,9 +81,3 @@ def _(payloads, *fields):
     layout = TopKLayout(*fields)
     checks.rows("payloads", payloads, layout.payload_bytes)
     return payloads.new_empty(layout.numel, dtype=torch.float32)
-
-
-def _native(layout: TopKLayout) -> NativeLayout:
-    quotas = (layout.quota(0), layout.quota(layout.chunks - 1)) if layout.chunks else (0, 0)
-    sizes = (layout.offsets_offset, layout.payload_bytes)
-    return NativeLayout(layout.numel, layout.chunks, *quotas, *sizes)

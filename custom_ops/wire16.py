@@ -1,6 +1,6 @@
 """Operators that send a bucket in 16 bits, with a power-of-two scale for each shard.
 
-    encode16  flat [n] fp32                -> payload
+    encode16  flat [n]                     -> payload
     decode16  payloads [W, payload_bytes]  -> their mean [n] fp32
 
 Both are pure. The last arguments of each are a `Layout16`'s fields: `encode16(flat, *layout.fields)`. A piece
@@ -24,17 +24,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from custom_ops import checks, native
+from custom_ops import checks, kernels
 from custom_ops.layout import Layout16
-from custom_ops.reference import wire16 as reference
 
 
-@torch.library.custom_op("fxpasses::encode16", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::encode16", mutates_args=(), device_types=kernels.DEVICES)
 def encode16(flat: Tensor, numel: int, shards: int, dtype: str) -> Tensor:
     """Encode a bucket.
 
     Args:
-        flat: [numel] fp32, contiguous.
+        flat: [numel] fp32, bf16 or fp16, contiguous.
         numel, shards, dtype: the fields of a `Layout16`.
 
     Returns:
@@ -44,22 +43,18 @@ def encode16(flat: Tensor, numel: int, shards: int, dtype: str) -> Tensor:
         ValueError: for a layout or tensor that does not fit.
     """
     layout = Layout16(numel, shards, dtype)
-    checks.vector("flat", flat, numel)
-    if native.use_reference():
-        return reference.encode16(flat, layout)
-    payload = flat.new_empty(layout.payload_bytes, dtype=torch.uint8)
-    native.call("encode16", flat, payload, *_native(layout))
-    return payload
+    checks.vector("flat", flat, numel, checks.FLOATS)
+    return kernels.call("wire16.encode16", flat, flat, layout)
 
 
 @encode16.register_fake
 def _(flat, *fields):
     layout = Layout16(*fields)
-    checks.vector("flat", flat, layout.numel)
+    checks.vector("flat", flat, layout.numel, checks.FLOATS)
     return flat.new_empty(layout.payload_bytes, dtype=torch.uint8)
 
 
-@torch.library.custom_op("fxpasses::decode16", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fxpasses::decode16", mutates_args=(), device_types=kernels.DEVICES)
 def decode16(payloads: Tensor, numel: int, shards: int, dtype: str) -> Tensor:
     """Decode W payloads and take their mean, summed in the order of the rows.
 
@@ -75,11 +70,7 @@ def decode16(payloads: Tensor, numel: int, shards: int, dtype: str) -> Tensor:
     """
     layout = Layout16(numel, shards, dtype)
     checks.rows("payloads", payloads, layout.payload_bytes)
-    if native.use_reference():
-        return reference.decode16(payloads, layout)
-    out = payloads.new_empty(numel, dtype=torch.float32)
-    native.call("decode16", payloads, len(payloads), out, *_native(layout))
-    return out
+    return kernels.call("wire16.decode16", payloads, payloads, layout)
 
 
 @decode16.register_fake
@@ -87,8 +78,3 @@ def _(payloads, *fields):
     layout = Layout16(*fields)
     checks.rows("payloads", payloads, layout.payload_bytes)
     return payloads.new_empty(layout.numel, dtype=torch.float32)
-
-
-def _native(layout: Layout16) -> tuple[int, ...]:
-    brain = int(layout.dtype == "bf16")
-    return layout.numel, layout.shards, layout.shard_numel, layout.piece_bytes, brain

@@ -14,16 +14,16 @@ SMALLEST_SCALE = 2.0**-100
 
 
 def quantise(
-    flat: torch.Tensor, residual: torch.Tensor | None, layout: Layout, key: int | None
+    flat: torch.Tensor, residual: torch.Tensor | None, seed: torch.Tensor | None, layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`custom_ops.quantise.quantise`, with a key for the seed."""
-    values = flat if residual is None else flat + residual
+    """`custom_ops.quantise.quantise`."""
+    values = flat.float() if residual is None else flat.float() + residual
     payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
     if not values.isfinite().all():
         return payload, _kept(residual)
-    decoded = encode(values, layout, places(layout), payload, key)
+    decoded = encode(values, layout, places(layout), payload, seed)
     payload[:: layout.piece_bytes] = 1
-    return payload, flat.new_empty(0) if residual is None else values - decoded
+    return payload, values.new_empty(0) if residual is None else values - decoded
 
 
 def dequantise(payloads: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -37,19 +37,19 @@ def dequantise(payloads: torch.Tensor, layout: Layout) -> torch.Tensor:
 def requantise(
     pieces: torch.Tensor,
     residual: torch.Tensor | None,
+    seed: torch.Tensor | None,
     shard: int,
     layout: Layout,
     out_layout: Layout,
-    key: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`custom_ops.quantise.requantise`, with a key for the seed."""
+    """`custom_ops.quantise.requantise`."""
     values = decode(pieces, layout, places(layout, shard))
     if residual is not None:
         values += residual[: len(values)]
     piece = torch.zeros(out_layout.piece_bytes, dtype=torch.uint8)
     if not (pieces[:, 0] == 1).all() or not values.isfinite().all():
         return piece, _kept(residual)
-    decoded = encode(values, out_layout, places(out_layout, shard), piece, key)
+    decoded = encode(values, out_layout, places(out_layout, shard), piece, seed)
     piece[0] = 1
     if residual is None:
         return piece, values.new_empty(0)
@@ -117,20 +117,24 @@ def places(layout: Layout, shard: int | None = None) -> Places:
 
 
 def encode(
-    values: torch.Tensor, layout: Layout, where: Places, payload: torch.Tensor, key: int | None
+    values: torch.Tensor,
+    layout: Layout,
+    where: Places,
+    payload: torch.Tensor,
+    seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """Write a payload (or piece) but for its headers; returns what it decodes to.
 
     Args:
         values: [E], finite.
         payload: zeros.
-        key: for stochastic rounding; None rounds to nearest.
+        seed: for stochastic rounding; None rounds to nearest.
     """
     if layout.rotate:
         values = values.clone()
         values[where.blocks] = transform(values[where.blocks] / HADAMARD)
     scale, zero = grid(values, layout, where)
-    points = rounded(values * (1 / scale)[where.group], where.position, key)
+    points = rounded(values * (1 / scale)[where.group], where.position, seed)
     codes = (points + zero[where.group]).to(torch.uint8)
 
     payload[where.byte[~where.high]] = codes[~where.high]
@@ -165,10 +169,13 @@ def middle(layout: Layout) -> int:
     return 2 ** (layout.bits - 1) - 1
 
 
-def rounded(scaled: torch.Tensor, position: torch.Tensor, key: int | None) -> torch.Tensor:
+def rounded(
+    scaled: torch.Tensor, position: torch.Tensor, seed: torch.Tensor | None
+) -> torch.Tensor:
     """Whole numbers: the nearest (even at ties), or one of the neighbours, by chance and right on average."""
-    if key is None:
+    if seed is None:
         return scaled.round()
+    key = noise.key_of(int(seed))
     below = scaled.floor()
     return below + (noise.uniform(key, position) < scaled - below)
 

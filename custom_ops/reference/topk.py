@@ -13,7 +13,7 @@ def topk_encode(
     flat: torch.Tensor, residual: torch.Tensor, layout: TopKLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`custom_ops.topk.topk_encode`."""
-    kept = flat + residual
+    kept = flat.float() + residual
     payload = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
     if not kept.isfinite().all():
         return payload, residual.clone()

@@ -17,6 +17,7 @@ LARGEST_EXPONENT = 100  # of a scale, so that no product of scales is subnormal
 def encode16(flat: torch.Tensor, layout: Layout16) -> torch.Tensor:
     """`custom_ops.wire16.encode16`."""
     pieces = torch.zeros(layout.shards, layout.piece_bytes, dtype=torch.uint8)
+    flat = flat.float()
     if flat.isfinite().all():
         for piece, values in zip(pieces, _shards(flat, layout), strict=True):
             exponent = exponent_for(values.abs().max().item() if len(values) else 0.0)

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import fx
 
+from custom_ops import kernels
 from fxpasses.distributed.group import is_initialized
 from fxpasses.dump.code import (
     attribute,
@@ -53,7 +55,19 @@ def file_text(preamble: list[str], graph: TrainingGraph, lines: list[str]) -> st
 
 def preamble(previous: Done | None, graph: TrainingGraph) -> list[str]:
     """The lines of a file in front of the graph's."""
-    return [heading(previous), *_imports(graph), "", ""]
+    return [heading(previous), *_kernels(graph), *_imports(graph), "", ""]
+
+
+def _kernels(graph: TrainingGraph) -> list[str]:
+    """What runs behind the operators of `custom_ops`, if there are any."""
+    devices = {
+        x.device: None
+        for node in graph.walk()
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fxpasses"
+        for x in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(x, torch.Tensor)
+    }
+    return [f"# operators on {device}: {kernels.described(device)}" for device in devices]
 
 
 class Lines:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from custom_ops.kernels import CHOICE
 from custom_ops.layout import HEADER_BYTES, Layout
-from custom_ops.native import CHOICE
 
 FLT_MAX = torch.finfo(torch.float32).max
 SUBNORMAL = 2.0**-149

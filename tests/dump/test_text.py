@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import custom_ops.wire16  # noqa: F401  (registers operators)
 from fxpasses.dump.code import origin_of, short_line
 from fxpasses.dump.text import Lines, text
 from fxpasses.passes.bucketing import Bucketing
-from fxpasses.rewrite import Provenance
+from fxpasses.rewrite import Provenance, splice
 from fxpasses.trace import trace
 from tests.graphs import doubled, execute, random_inputs
 
@@ -51,6 +52,22 @@ def test_a_new_node_says_pass_rule_source_and_parameters():
 def test_many_parameters_are_counted():
     origin = Provenance("sync", "launch", "flat", "/x/model.py:3", tuple("abcde"))
     assert origin_of(origin) == "sync/launch of flat for a, b, c and 2 more (/x/model.py:3)"
+
+
+def test_a_file_says_what_runs_behind_operators(monkeypatch):
+    monkeypatch.delenv("FXPASSES_KERNELS", raising=False)
+    graph = doubled((8,))
+    assert "operators on" not in text(None, graph)
+    (gradient,) = (gradient.node for gradient in graph.gradients())
+    origin = Provenance("test", "encode")
+    splice(graph, graph.output_node, _encoded, gradient, name="encoded", provenance=origin)
+    assert "\n# operators on cpu: cpp\n" in text(None, graph)
+    monkeypatch.setenv("FXPASSES_KERNELS", "cuda")
+    assert "\n# operators on cpu: none: FXPASSES_KERNELS=cuda: these kernels" in text(None, graph)
+
+
+def _encoded(flat: torch.Tensor) -> torch.Tensor:
+    return torch.ops.fxpasses.encode16(flat, flat.numel(), 1, "bf16")
 
 
 @pytest.mark.parametrize(

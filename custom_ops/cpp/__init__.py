@@ -1,0 +1,1 @@
+"""The operators on the CPU: C++ with OpenMP, called through `custom_ops.native`."""
