@@ -114,7 +114,7 @@ class Layout:
                 taken = min(end, (shard + 1) * self.shard_numel) - start
                 found.append(Segment(shard, start, taken, group, code))
                 group += -(-taken // self.group)
-                code += self._code_bytes(taken)
+                code += self.code_bytes(taken)
                 start += taken
         return tuple(found)
 
@@ -135,14 +135,14 @@ class Layout:
 
     @functools.cached_property
     def piece_bytes(self) -> int:
-        codes = max((s.code + self._code_bytes(s.length) for s in self.segments), default=0)
+        codes = max((s.code + self.code_bytes(s.length) for s in self.segments), default=0)
         return _aligned(self.codes_offset + codes)
 
     @property
     def payload_bytes(self) -> int:
         return self.shards * self.piece_bytes
 
-    def _code_bytes(self, length: int) -> int:
+    def code_bytes(self, length: int) -> int:
         """Of one segment."""
         full, rest = divmod(length, self.group)
         return full * -(-self.group * self.bits // 8) + -(-rest * self.bits // 8)

@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from custom_ops.faults import INTEGERS
 from custom_ops.kernels import CHOICE
 from custom_ops.layout import HEADER_BYTES, Layout
 
+EXAMPLES = "FXPASSES_TEST_EXAMPLES"  # how many are drawn: fewer for slow implementations
 FLT_MAX = torch.finfo(torch.float32).max
 SUBNORMAL = 2.0**-149
 SPECIAL = (0.0, -0.0, 1.0, FLT_MAX, -FLT_MAX, SUBNORMAL, -SUBNORMAL, 2.0**-126, 3e-31)
@@ -61,11 +63,12 @@ seeds = st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1).map(torch.tensor))
 
 def drawn(test: Callable[[Any], None]) -> Callable[[], None]:
     """A test of an argument `data` to draw from; without a deadline, since the kernels may be built in it."""
-    return settings(deadline=None, max_examples=25)(given(data=st.data())(test))
+    examples = int(os.environ.get(EXAMPLES, "25"))
+    return settings(deadline=None, max_examples=examples)(given(data=st.data())(test))
 
 
 def on_both(operator: Callable[..., Any], *args: Any) -> Any:
-    """The result of the compiled kernel, after it was found to be the reference's, bit by bit (NaN is NaN)."""
+    """The result of the implementation that is chosen, found to be the reference's, bit by bit (NaN is NaN)."""
     compiled = operator(*args)
     with reference():
         expected = operator(*args)
@@ -81,7 +84,7 @@ def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
-    return tensor.where(~tensor.isnan(), torch.nan).view(torch.int32)
+    return tensor.where(~tensor.isnan(), torch.nan).view(INTEGERS[tensor.dtype.itemsize])
 
 
 @contextlib.contextmanager
