@@ -20,7 +20,12 @@ def in_order(shares: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, shares)
 
 
+def factors(rows: int) -> tuple[float, float]:
+    """What values are multiplied by before they are summed, and their sum afterwards."""
+    after = torch.tensor(1 / down(rows), dtype=torch.float32, device="cpu") / rows
+    return down(rows), after.item()
+
+
 def finish(sums: torch.Tensor, rows: int) -> torch.Tensor:
     """The mean from the fp32 sum of values times `down`; infinities become the largest number."""
-    factor = torch.tensor(1 / down(rows), dtype=torch.float32) / rows
-    return (sums * factor.item()).clamp(-LARGEST, LARGEST)
+    return (sums * factors(rows)[1]).clamp(-LARGEST, LARGEST)

@@ -7,7 +7,10 @@ import triton.language as tl
 
 
 @triton.jit
-def places(table, segments, top, number, count, GROUP: tl.constexpr, CODES: tl.constexpr):
+def places(
+    table, segments, top, number, count, GROUP: tl.constexpr, CODES: tl.constexpr,
+    ALIGNED: tl.constexpr, BYTES_ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Of groups by number: first element, length (0 beyond the last group), and bytes of piece, scale, zero
     point and codes. `CODES` are the bytes of a whole group's codes."""
     segment = tl.zeros_like(number)
@@ -25,6 +28,9 @@ def places(table, segments, top, number, count, GROUP: tl.constexpr, CODES: tl.c
     scale = tl.load(table + 4 * segments + segment) + within * 2
     zero = tl.load(table + 5 * segments + segment) + within
     code = tl.load(table + 6 * segments + segment) + within * CODES
+    # Said here, where the sums are made: it is lost on what a function returns.
+    start = tl.multiple_of(start, ALIGNED)
+    code = tl.multiple_of(code, BYTES_ALIGNED)
     return start, length, piece, scale, zero, code
 
 

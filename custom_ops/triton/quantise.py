@@ -72,7 +72,7 @@ def dequantise(payloads: torch.Tensor, layout: Layout) -> torch.Tensor:
     if groups.count:
         rows = payloads.shape[0]
         _dequantise[_grid(groups)](
-            *(payloads, payloads.view(torch.int16), out, *_mean_of(rows), layout.payload_bytes),
+            *(payloads, payloads.view(torch.int16), out, *mean.factors(rows), layout.payload_bytes),
             *_arguments(groups),
             *_constants(layout, groups),
             rows,
@@ -97,7 +97,7 @@ def requantise(
     first = shard * layout.shard_numel
     if groups.count:
         _requantise[_grid(groups)](
-            *(pieces, pieces.view(torch.int16), *_mean_of(rows), layout.piece_bytes),
+            *(pieces, pieces.view(torch.int16), *mean.factors(rows), layout.piece_bytes),
             *(residual, seed, piece, piece.view(torch.int16), lost, bad, first),
             *(*_arguments(groups), out_groups.table),
             *_constants(layout, groups),
@@ -139,13 +139,7 @@ def _constants(layout: Layout, groups: Groups) -> tuple:
 def _step(layout: Layout) -> float:
     """What a span is multiplied by to become a scale, an fp32 number."""
     exact = (1 + 2.0**-16) / (2**layout.bits - 2)
-    return torch.tensor(exact, dtype=torch.float32).item()
-
-
-def _mean_of(rows: int) -> tuple[float, float]:
-    """Factors before and after a sum."""
-    factor = torch.tensor(1 / mean.down(rows), dtype=torch.float32, device="cpu") / rows
-    return mean.down(rows), factor.item()
+    return torch.tensor(exact, dtype=torch.float32, device="cpu").item()
 
 
 @triton.jit
@@ -263,12 +257,7 @@ def _tile(
 ):  # fmt: skip
     CODES: tl.constexpr = (GROUP * BITS + 7) // 8
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    start, length, piece, scale_at, zero_at, code_at = places(
-        table, segments, top, number, count, GROUP, CODES
-    )
-    start = tl.multiple_of(start, ALIGNED)
-    code_at = tl.multiple_of(code_at, BYTES_ALIGNED)
-    return start, length, piece, scale_at, zero_at, code_at
+    return places(table, segments, top, number, count, GROUP, CODES, ALIGNED, BYTES_ALIGNED)
 
 
 @tuned("GROUP", "BITS", "SYMMETRIC", "ROTATE", "STOCHASTIC", "FEEDBACK")

@@ -47,9 +47,8 @@ def decode16(payloads: torch.Tensor, layout: Layout16) -> torch.Tensor:
     out = payloads.new_empty(layout.numel, dtype=torch.float32)
     rows = payloads.shape[0]
     if layout.numel:
-        factor = torch.tensor(1 / mean.down(rows), dtype=torch.float32, device="cpu") / rows
         _decode[lambda meta: (triton.cdiv(layout.shard_numel, meta["TILE"]), layout.shards)](
-            *(payloads, payloads.view(torch.int16), out, mean.down(rows), factor.item()),
+            *(payloads, payloads.view(torch.int16), out, *mean.factors(rows)),
             *(layout.numel, layout.shard_numel, layout.piece_bytes, layout.payload_bytes),
             *(layout.dtype == "bf16", rows),
             **OPTIONS,

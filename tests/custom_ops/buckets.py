@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from custom_ops.faults import INTEGERS
 from custom_ops.kernels import CHOICE
 from custom_ops.layout import HEADER_BYTES, Layout
 
+FAMILIES = ("quantise", "topk", "wire16", "checksum", "gradients", "faults")
 EXAMPLES = "FXPASSES_TEST_EXAMPLES"  # how many are drawn: fewer for slow implementations
 FLT_MAX = torch.finfo(torch.float32).max
 SUBNORMAL = 2.0**-149
@@ -65,6 +69,27 @@ def drawn(test: Callable[[Any], None]) -> Callable[[], None]:
     """A test of an argument `data` to draw from; without a deadline, since the kernels may be built in it."""
     examples = int(os.environ.get(EXAMPLES, "25"))
     return settings(deadline=None, max_examples=examples)(given(data=st.data())(test))
+
+
+def run_families(environment: dict[str, str], *options: str) -> None:
+    """The operators' own tests in another process, for another implementation; but not those of the CPU's
+    threads, of schemas and arguments, and those that draw or scan very much."""
+    folder = Path(__file__).parent
+    left_out = ("threads", "schema", "fit", "average", "unrelated", "whatever", "compiled_graph")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider"),
+            *(*options, *(f"{folder}/test_{family}.py" for family in FAMILIES)),
+            *("-k", " and ".join(f"not {word}" for word in left_out)),
+        ],
+        env=environment,
+        cwd=folder.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout.splitlines()[-1]
 
 
 def on_both(operator: Callable[..., Any], *args: Any) -> Any:

@@ -119,6 +119,9 @@ def test_machine_code(name, compiled):
     tool = find_cuobjdump()
     launches(name)
     assert compiled
+    if name == "quantise":  # accesses of 16 bytes, where a bucket is one parameter
+        codes = [made.asm["ptx"] for kernel, _, made in compiled if kernel == "_quantise"]
+        assert all("ld.global.v4.b32" in ptx for ptx in codes[:4])
     for kernel, arch, made in compiled:
         (found,) = usage(made.asm["cubin"], tool).values()
         print(f"{kernel:14} {arch}  {found.registers:3} registers  {made.metadata.num_warps} warps")
