@@ -411,6 +411,10 @@ def main() -> None:
         f"{card}, {today}, torch {torch.__version__}: {numbers}",
         f"{columns}   goals on an H200",
     ]
+    if not on_gpu:
+        lines.insert(
+            1, "no GPU was at hand: the goals, which are those of an H200, are not measured"
+        )
     print("\n".join(lines), flush=True)
     for name in makers:
         found = in_a_child(name, args)

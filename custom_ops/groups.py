@@ -87,3 +87,9 @@ def groups_of(layout: Layout, shard: int | None, device: torch.device) -> Groups
             16, -(-size * layout.bits // 8), *(x for c in columns for x in (c[PIECE], c[CODE]))
         ),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def gap_behind(end: int, size: int, device: torch.device) -> torch.Tensor:
+    """`Groups.gaps` of a payload of one piece, with nothing behind `end`."""
+    return torch.tensor([[[end]], [[size]]]).to(device)

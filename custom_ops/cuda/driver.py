@@ -35,10 +35,14 @@ def launch(
         constants: what the source is compiled with.
 
     Raises:
+        ValueError: for a tensor that is not on a GPU.
         RuntimeError: when it can't be compiled, loaded or started.
     """
     if not all(blocks):
         return
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and not arg.is_cuda:
+            raise ValueError(f"{kernel}: got a tensor on {arg.device} beside tensors on a GPU")
     device = torch.cuda.current_device()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     function = _function(kernel, tuple(sorted((constants or {}).items())), device)

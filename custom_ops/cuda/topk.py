@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from custom_ops.cuda.driver import THREADS, finish, flat_kind, launch, processors
+from custom_ops.groups import gap_behind
 from custom_ops.layout import CHUNK, TopKLayout
 
 ENCODE_THREADS = 512
@@ -28,8 +29,7 @@ def topk_encode(
         constants=constants,
         threads=ENCODE_THREADS,
     )
-    end = layout.offsets_offset + 2 * layout.entries
-    gaps = torch.tensor([[[end]], [[layout.payload_bytes]]]).to(flat.device, non_blocking=True)
+    gaps = gap_behind(layout.offsets_offset + 2 * layout.entries, layout.payload_bytes, flat.device)
     finish("topk", constants, payload, residual, kept, bad, gaps, layout.numel)
     return payload, kept
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops.groups import gap_behind
 from custom_ops.layout import CHUNK, HEADER_BYTES, TopKLayout
 from custom_ops.triton.common import (
     INFINITY,
@@ -51,8 +52,7 @@ def topk_encode(
             *(layout.numel, *_quotas(layout), layout.offsets_offset // 2, layout.chunks),
             **OPTIONS,
         )
-    end = layout.offsets_offset + 2 * layout.entries
-    gaps = torch.tensor([[[end]], [[layout.payload_bytes]]]).to(flat.device, non_blocking=True)
+    gaps = gap_behind(layout.offsets_offset + 2 * layout.entries, layout.payload_bytes, flat.device)
     finish(payload, residual, kept, bad, gaps, layout.numel)
     return payload, kept
 
