@@ -20,21 +20,29 @@ NAN = tl.constexpr(float("nan"))
 # At most 16 elements a thread: with 32 registers run out.
 _CONFIGS = [
     triton.Config({"TILE": tile}, num_warps=warps)
-    for tile, warps in ((2048, 4), (1024, 4), (4096, 8), (2048, 8))
+    for tile, warps in ((2048, 4), (1024, 4), (4096, 8), (2048, 8), (1024, 8), (512, 4))
 ]
 
 
 # For kernels that hold more of each element.
 SMALL_CONFIGS = [
     triton.Config({"TILE": tile}, num_warps=warps)
-    for tile, warps in ((1024, 4), (2048, 8), (512, 4))
+    for tile, warps in ((1024, 4), (2048, 8), (512, 4), (1024, 8))
 ]
 
 
 def tuned(*key: str, configs=_CONFIGS):
     """Autotuned over TILE, elements of a program, and warps; anew for other values of the arguments `key`. The
     interpreter takes the first configuration. Results are the same for all of them."""
-    return triton.autotune(configs[:1] if interpreted() else configs, key=list(key))
+    tried = configs[:1] if interpreted() else configs
+    return triton.autotune(tried, list(key), prune_configs_by={"early_config_prune": _fitting})
+
+
+def _fitting(configs, named, **kwargs):
+    """A rotation holds each element twice."""
+    if not named.get("ROTATE"):
+        return configs
+    return [c for c in configs if c.kwargs["TILE"] <= 4 * 32 * c.num_warps]
 
 
 @triton.jit

@@ -27,7 +27,7 @@ def strike(x: torch.Tensor, row: torch.Tensor, site: int) -> tuple[torch.Tensor,
 def _strike(x, struck, row, index, news, site, numel, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     bits = tl.load(x + at, mask=at < numel, other=0)
-    hit = (at == tl.load(index)) & (tl.load(row) == site)
+    hit = at == tl.where(tl.load(row) == site, tl.load(index), -1)
     after = (bits & tl.load(row + 2).to(bits.dtype)) ^ tl.load(row + 3).to(bits.dtype)
     after = tl.where(hit, after, bits)
     tl.store(struck + at, after, mask=at < numel)

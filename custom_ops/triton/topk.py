@@ -217,6 +217,7 @@ def _decode(
     for row in range(1, WORLD):
         finite = finite & (tl.load(payloads + row * row_bytes.to(tl.int64)) == 1)
     background = tl.where(finite, 0.0, NAN)
+    entries = tl.where(finite, entries, 0)
     at = length * 0
     while at < length:
         tl.store(out + start + at + within, background, mask=at + within < length)
@@ -226,7 +227,7 @@ def _decode(
         first = values + row * (row_bytes.to(tl.int64) // 2) + chunk * quota
         at = length * 0
         while at < entries:
-            exists = (at + within < entries) & finite
+            exists = at + within < entries
             value = tl.load(first + _HEADER + at + within, mask=exists, other=0).to(tl.int32) << 16
             offset = tl.load(first + offsets + at + within, mask=exists, other=0)
             offset = offset.to(tl.int32) & 0xFFFF

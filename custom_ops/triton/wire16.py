@@ -91,7 +91,8 @@ def _encode(
     word = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     within = word - _HEADER
     at = shard * shard_numel + within
-    exists = (within >= 0) & (within < shard_numel) & (at < numel) & finite
+    held = tl.where(finite, numel, 0)
+    exists = (within >= 0) & (within < shard_numel) & (at < held)
     x = tl.load(flat + at, mask=exists, other=0.0).to(tl.float32)
     scaled = x * float_of((127 + exponent) << 23)
     if BRAIN:

@@ -45,7 +45,8 @@ def compiled(monkeypatch):
 
 def hungriest(self, *args, **kwargs):
     """Of what the autotuner tries, that with most elements a thread."""
-    config = max(self.configs, key=lambda c: c.kwargs["TILE"] / c.num_warps)
+    self.nargs = dict(zip(self.arg_names, args, strict=False))
+    config = max(self.prune_configs(kwargs), key=lambda c: c.kwargs["TILE"] / c.num_warps)
     self.fn.run(*args, **kwargs, **config.all_kwargs())
 
 
