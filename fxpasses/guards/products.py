@@ -27,6 +27,7 @@ from fxpasses.graph import TrainingGraph
 from fxpasses.precision import ALLOW, class_of, operator_name
 
 DEVIATIONS = 8.0  # L
+WIDE = torch.float64
 CHECKED = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # where A and B stand
 _ADDED = ("addmm", "baddbmm")
 
@@ -59,26 +60,43 @@ def is_wrong(c: Tensor, a: Tensor, b: Tensor, d: Tensor | None) -> Tensor:
     Returns:
         bool, no dimensions.
     """
-    wide = torch.float64
-    inner = a.shape[-1]
-    b_wide = b.to(wide)
+    b_wide = b.to(WIDE)
     b_sums = b_wide.sum(-1)
     spread = torch.maximum(b_wide.square().sum((-1, -2)), b_sums.square().sum(-1)).sqrt()
-    a_wide = a.to(wide)
-    expected = (a_wide * b_sums.unsqueeze(-2)).sum(-1)
+    return disagrees(c, a, b_sums.unsqueeze(-2), spread.unsqueeze(-1), d)
+
+
+def disagrees(
+    c: Tensor,
+    a: Tensor,
+    b_sums: Tensor | float,
+    spread: Tensor | float,
+    d: Tensor | None = None,
+    accumulator: torch.dtype = torch.float32,
+) -> Tensor:
+    """The same, with what it takes of B.
+
+    Args:
+        b_sums: row sums of B, broadcasts to a.
+        spread: the larger of the norms of B and of its row sums, broadcasts to [..., M].
+        accumulator: what partial sums are rounded to; c's own dtype if that is wider.
+    """
+    inner = a.shape[-1]
+    a_wide = a.to(WIDE)
+    expected = (a_wide * b_sums).sum(-1)
     a_norms = a_wide.square().sum(-1).sqrt()
-    c_wide = c.to(wide)
+    c_wide = c.to(WIDE)
     found, c_norms = c_wide.sum(-1), c_wide.square().sum(-1).sqrt()
     if d is not None:
-        expected = expected + d.to(wide).expand(c.shape).sum(-1)
+        expected = expected + d.to(WIDE).expand(c.shape).sum(-1)
     drift = torch.maximum(c_norms, found.abs())
-    unit = torch.finfo(torch.float64 if c.dtype == torch.float64 else torch.float32).eps / 2
+    unit = torch.finfo(torch.promote_types(c.dtype, accumulator)).eps / 2
     rounding = 0.0 if c.dtype.itemsize >= 4 else torch.finfo(c.dtype).eps / 2
-    bound = unit * a_norms * spread.unsqueeze(-1) + (unit * math.sqrt(inner) + rounding) * drift
+    bound = unit * a_norms * spread + (unit * math.sqrt(inner) + rounding) * drift
     tiny = torch.finfo(c.dtype).tiny * c.shape[-1]
     agrees = (found - expected).abs() <= DEVIATIONS * bound + tiny
     # What may overflow, or was not finite when it came in, is no fault of this product.
-    may_overflow = ~(a_norms * spread.unsqueeze(-1) < torch.finfo(c.dtype).max)
+    may_overflow = ~(a_norms * spread < torch.finfo(c.dtype).max)
     return ~torch.where(found.isfinite(), agrees, may_overflow).all()
 
 

@@ -30,7 +30,7 @@ from fxpasses.faults.sites import (
     select,
 )
 from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT, Fault, parse_faults
-from fxpasses.graph import FAULT_NEWS, FAULT_TABLE, STALE, StateSpec, TrainingGraph
+from fxpasses.graph import DELIVERED, FAULT_NEWS, FAULT_TABLE, STALE, StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.rewrite import Provenance, splice
 
@@ -153,8 +153,11 @@ class Inject(_Inject):
         if shot.site.phase != GRADIENT:
             return super().strike(graph, node, shot)
         indices = [g.index for g in graph.gradients() if g.node is node]
+        readers = [reader for reader in node.users if DELIVERED in reader.meta]
         struck, heard = self.write(graph, graph.behind(node), node, shot)
         graph.set_outputs(dict.fromkeys(indices, struck))
+        for reader in readers:
+            reader.replace_input_with(node, struck)
         return struck, heard
 
 
