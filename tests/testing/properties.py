@@ -356,6 +356,7 @@ RULES = {
     "check_gradient_products": {"checksum", "alarm"},
     "check_sums": {"checksum", "alarm"},
     "check_gradients": {"bits", "checksum", "alarm"},
+    "settle_checks": set(),
     "check_values": {"limit", "alarm"},
     "check_payloads": {"checksum", "alarm"},
     "cast": {"cast"},
