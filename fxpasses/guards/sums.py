@@ -59,7 +59,7 @@ def _differ(c: Tensor, a: Tensor, accumulator: torch.dtype | None = None) -> Ten
     Args:
         accumulator: None: c's own dtype.
     """
-    return disagrees(c, a, 1.0, math.sqrt(a.shape[-1]), accumulator=accumulator or c.dtype)
+    return disagrees(c, a, 1.0, 1.0, accumulator=accumulator or c.dtype, wide=WIDE)
 
 
 def _sum(node: fx.Node) -> Check | None:

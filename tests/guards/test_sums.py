@@ -121,7 +121,8 @@ PROGRAMS = [
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(0, len(PROGRAMS) - 1), st.integers(0, 999))
 def test_roundings_are_no_alarm_and_a_thousandth_is_one(dtype, which, seed):
-    """In bf16, whose partial sums are rounded by up to 1/256 in some of torch's operators, a multiple."""
+    """In bf16 a half, and only where partial sums are not rounded to it."""
     assert not any(verdicts(which, dtype, seed=seed).values())
-    share = 10.0 if dtype == torch.bfloat16 else 1e-3
-    assert all(verdicts(which, dtype, struck=share, seed=seed).values())
+    is_low = dtype == torch.bfloat16
+    found = verdicts(which, dtype, struck=0.5 if is_low else 1e-3, seed=seed)
+    assert all(wrong for name, wrong in found.items() if name.startswith("sum") or not is_low)
