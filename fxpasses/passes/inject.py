@@ -4,7 +4,7 @@
                                            table (state) ──┘                 └─▶ news (state)
 
 Before: a graph of a stage. After: each tensor that a fault of option `faults` may happen to passes through
-elementwise operators which change nothing while its row in the table is zero. The table says which site,
+operators which change nothing while its row in the table is zero. The table says which site,
 element and bits are armed in this step; the news say what has been hit. So a campaign of any length has one
 compilation, and what is not asked for is not in the graph.
 
