@@ -142,10 +142,19 @@ def strike(x: Tensor, row: Tensor, fault: Fault, site: int) -> tuple[Tensor, Ten
     else:
         struck = (bits & row[KEEP].to(integer)) ^ row[FLIP].to(integer)
     new = torch.where(armed, struck, bits)
-    value = new.view(x.dtype)
-    # One element is written, whether there is a fault or not: compilers do that in place.
-    written = torch.ops.aten.index_put(x, place, value) if place else value
+    written = _write(x, place, at, new)
     return written, _news(armed.long(), at, bits.reshape(()), new.reshape(()))
+
+
+def _write(x: Tensor, place: list[Tensor], at: Tensor, new: Tensor) -> Tensor:
+    """One element is written, whether there is a fault or not: compilers do that in place. Not where several
+    have one place in memory (a sum's gradient, expanded).
+    """
+    if not place:
+        return new.view(x.dtype)
+    if any(isinstance(stride, int) and stride == 0 for stride in x.stride()):
+        return _where(_positions(x) == at, new, x.view(new.dtype)).view(x.dtype)
+    return torch.ops.aten.index_put(x, place, new.view(x.dtype))
 
 
 def _strike_some(

@@ -438,3 +438,19 @@ def test_a_whole_step_that_updates_parameters_itself_is_hit_there():
         ValueError, match=r"selects no parameter that the compiled function updates.*0\.bias"
     ):
         updating("zero{where=update:0.bia}")
+
+
+@pytest.mark.inductor
+def test_one_element_of_a_gradient_that_is_one_number_expanded():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift, self.layer = nn.Parameter(torch.ones(WIDE, 3)), nn.Linear(WIDE, WIDE)
+
+        def forward(self, x):
+            return self.layer(x).sum() + 3 * self.shift.sum()
+
+    model = Shifted()
+    options = {"faults": "bitflip{where=gradient:shift,index=5,bit=22}"}
+    torch.compile(model, backend=INDUCTOR, options=options)(torch.randn(4, WIDE)).backward()
+    assert (model.shift.grad != 3).nonzero().tolist() == [[1, 2]]
