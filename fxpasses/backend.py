@@ -20,6 +20,7 @@ from fxpasses.dynamo import (
     refuse_unsupported,
     user_errors_visible,
 )
+from fxpasses.faults.spec import UPDATE, parse_faults
 from fxpasses.forward_state import add_states, states_of
 from fxpasses.guards.option import RECOMPUTE, parse_guards
 from fxpasses.runtimes import watch_optimizers
@@ -92,7 +93,9 @@ def make_unit(
     scope, roles = describe_inputs(gm, example_inputs)
     sets_gradients: list[str] = []
     forget_none()
-    if (group.size > 1 or passes.stage("backward")) and marking.calls_backward(gm):
+    strikes_updates = any(f.phase == UPDATE for f in parse_faults(hardening.faults))
+    is_changed = group.size > 1 or passes.stage("backward") or strikes_updates
+    if is_changed and marking.calls_backward(gm):
         sets_gradients = gradients_set(scope)
         gm = marking.mark(gm, roles, gradients_held(gm))
     is_whole_step = marking.is_marked(gm)

@@ -36,6 +36,7 @@ NORM_STATE, LIMIT_STATE = "gradient_norm", "norm_limit"
 # What faults are armed; what they did; what a collective brought the time before.
 FAULT_TABLE, FAULT_NEWS, STALE = "faults", "fault_news", "stale"
 ALARM = "alarm"  # what guards have found in this step
+DELIVERED = "delivered"  # metadata of a reader that wants a gradient as it arrives, faults included
 OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
 
 

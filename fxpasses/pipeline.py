@@ -235,10 +235,12 @@ def _default(hardening: Hardening, world: int) -> str:
         *forward,  # last on the joint graph: it strikes what runs
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
         *(("check_gradient_products",) if guards.products else ()),
+        *(("check_sums", "check_gradients") if guards.gradients else ()),
         *(("check_values",) if guards.values else ()),  # at their own scale
         *backward,  # on what each rank has made, at its own scale
         *((*_SYNCHRONISE, exchange) if world > 1 else ()),
         *(("check_payloads",) if world > 1 and guards.payloads else ()),
+        *(("settle_checks",) if world > 1 and guards.gradients else ()),  # behind what is launched
         *payload,  # on what is launched
         # Behind the compression: the next step's levels depend on what was reduced.
         *(("measure_norms",) if world > 1 and adapts(hardening.compression) else ()),

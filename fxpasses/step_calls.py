@@ -45,6 +45,8 @@ class StepCalls(Calls):
             outputs = self.synchronised(call, next(_numbers), args)
             for function in _thread.afterwards:
                 function()
+            if self.unit.updates_parameters and call.binding.faults is not None:
+                call.binding.faults.end_step()  # no optimizer will say so
             return outputs
 
         return run

@@ -28,7 +28,7 @@ from fxpasses.dump.repro import Repro
 from fxpasses.dump.torch_trace import TorchTrace, is_traced
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
 from fxpasses.effects import is_launch
-from fxpasses.faults.sites import Places, places_of
+from fxpasses.faults.sites import Places, places_of, written_parameters
 from fxpasses.graph import (
     Role,
     StateSpec,
@@ -41,6 +41,7 @@ from fxpasses.guards.alarms import places_of_alarms
 from fxpasses.levels import LevelChoice
 from fxpasses.observers import CheckRules, GraphName, watchers_of
 from fxpasses.passes.clip_norm import ClipNorm
+from fxpasses.passes.inject_update import InjectUpdate
 from fxpasses.passes.participation import flagged_outputs
 from fxpasses.pipeline import Observer, Pipeline
 from fxpasses.rewrite import Provenance, model_line
@@ -126,6 +127,7 @@ class Unit:
         self.decompositions = decompositions
         self.is_whole_step = is_whole_step
         self.whole_step: WholeStep | None = None  # once it has been traced
+        self.updates_parameters = False  # whether the whole step writes some
         self._sets_gradients = tuple(sorted(sets_gradients))
         self.levels = LevelChoice(parse_rules(hardening.compression), scope.layers)
         self.primary = Variant(LOCAL) if self._accumulates else self.starting(SYNCHRONISE)
@@ -283,6 +285,8 @@ class Unit:
         step = None if variant.mode == LEFT else self.whole_step
         if step is not None:
             tail.join(step, graph)
+            InjectUpdate(self.hardening.faults).run(graph)
+            self.updates_parameters = bool(written_parameters(graph))
         collectives, events = planned_collectives(graph), events_of(graph.graph)
         places = places_of(graph)
         states = _lower_state(graph, step is None)

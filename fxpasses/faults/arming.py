@@ -20,6 +20,7 @@ import torch
 
 from fxpasses.config import nearest
 from fxpasses.faults import models
+from fxpasses.faults.history import forget
 from fxpasses.faults.models import AFTER, AT, BEFORE, HITS, NEWS, ROW, drawn, row_of, value_of
 from fxpasses.faults.sites import Places, Site, check, matching, update_site
 from fxpasses.faults.spec import UPDATE, Fault, parse_faults
@@ -93,6 +94,7 @@ class Faults:
         faults: those of the option, in order.
         rank: this rank.
         step: the step under way, from 0; a step ends at `optimizer.step()`.
+        forgotten: how many events were dropped, the oldest first: `REMEMBERED` are kept.
     """
 
     def __init__(self, text: str, rank: int) -> None:
@@ -100,6 +102,7 @@ class Faults:
         self.faults = parse_faults(text)
         self.rank = rank
         self.step = 0
+        self.forgotten = 0
         self._sites: dict[int, Site] = {}  # all that are known, by number
         self._by_hand: dict[int, _Strike] = {}
         self._names: set[tuple[str, str]] = set()  # (phase, name) of all that could be selected
@@ -117,7 +120,7 @@ class Faults:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What happened so far; waits for the device."""
+        """What happened so far, the last `REMEMBERED` of it; waits for the device."""
         self._collect()
         return tuple(self._events)
 
@@ -293,6 +296,7 @@ class Faults:
             if armed.sites:
                 waiting.append(armed)
         self._pending = [armed for armed in waiting if armed.step >= self.step]
+        self.forgotten += forget(self._events)
 
     def _event(self, number: int, site: Site, news: list[int], armed: _Armed) -> Event:
         fault = self.faults[number]

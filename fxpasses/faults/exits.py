@@ -1,6 +1,8 @@
 """The safe exits of a graph: guards as comparisons, found by what passes noted on their nodes.
 
 products    checked: a product's result; operands: its factors, and what is added to them
+sums        the same of a sum that is a gradient
+gradients   checked: a gradient as it is delivered; operand: the sum of its bits when it was made
 payloads    dense: checked is the reduced bucket, operand what went in; compressed: checked is what arrived,
             operand the payload without its checksum
 
@@ -25,10 +27,10 @@ from fxpasses.precision import operator_name
 from fxpasses.rewrite import Provenance
 
 _PRODUCTS = ("check_products", "check_gradient_products")
-_PAYLOADS = "check_payloads"
-CHECKS = (*_PRODUCTS, _PAYLOADS)
+_SUMS, _GRADIENTS, _PAYLOADS = "check_sums", "check_gradients", "check_payloads"
+CHECKS = (*_PRODUCTS, _SUMS, _GRADIENTS, _PAYLOADS)
 # They read the node of a gradient, not what a fault of phase `gradient` makes of it.
-OF_NODES = (*_PRODUCTS, "check_values")
+_OF_NODES = (*_PRODUCTS, _SUMS, "check_values")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,8 @@ def _check(flow: Flow, part: Sequence[fx.Node]) -> Check | None:
         given = _reads(flow, [payload]) if sealed else [r for r in reads if _node(r) is payload]
         return Check(name, arrived, tuple(given)) if given else None
     result = next((r for r in reads if unstruck(_node(r)).name == origin.source), None)
+    if origin.pass_name == _GRADIENTS:
+        reads = [r for r in reads if origin_of(_node(r)).rule == "bits"]
     operands = tuple(r for r in reads if r is not result)
     return None if result is None else Check(name, result, operands)
 
@@ -110,6 +114,11 @@ def unstruck(node: fx.Node) -> fx.Node:
         return node
     name = node.meta["fault"].name
     return next((n for n in node.graph.nodes if n.name == name), node)
+
+
+def reads_node(reader: fx.Node) -> bool:
+    """Whether a guard reads the node of a gradient, not what becomes of it on its way."""
+    return made_by(reader, _OF_NODES) or origin_of(reader).rule == "bits"
 
 
 def made_by(node: Any, names: Iterable[str]) -> bool:

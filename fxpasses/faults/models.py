@@ -131,18 +131,30 @@ def strike(x: Tensor, row: Tensor, fault: Fault, site: int) -> tuple[Tensor, Ten
     if fault.model not in ("bitflip", "stuck", "zero", "sign", "nan", "inf", "scale"):
         return _disturb(x, row, site, fault)
     integer = FORMS[x.dtype].integer
-    bits = x.view(integer)
     at = torch.where(armed, row[INDEX] % x.numel(), -1)
-    hit = _positions(x) == at
+    place = _place(x, at)
+    # Not in brackets: Python's indexing asks a tensor without dimensions for its number.
+    old = torch.ops.aten.index.Tensor(x, place) if place else x
+    bits = old.view(integer)
     if fault.model == "scale":
-        struck = (x.float() * fault.factor if x.dtype.itemsize < 4 else x * fault.factor).to(
-            x.dtype
-        )
-        struck_bits = struck.view(integer)
+        wide = old.float() if x.dtype.itemsize < 4 else old
+        struck = (wide * fault.factor).to(x.dtype).view(integer)
     else:
-        struck_bits = (bits & row[KEEP].to(integer)) ^ row[FLIP].to(integer)
-    new = _where(hit, struck_bits, bits)
-    return new.view(x.dtype), _news(armed.long(), at, bits, new)
+        struck = (bits & row[KEEP].to(integer)) ^ row[FLIP].to(integer)
+    new = torch.where(armed, struck, bits)
+    written = _write(x, place, at, new)
+    return written, _news(armed.long(), at, bits.reshape(()), new.reshape(()))
+
+
+def _write(x: Tensor, place: list[Tensor], at: Tensor, new: Tensor) -> Tensor:
+    """One element is written, whether there is a fault or not: compilers do that in place. Not where several
+    have one place in memory (a sum's gradient, expanded).
+    """
+    if not place:
+        return new.view(x.dtype)
+    if any(isinstance(stride, int) and stride == 0 for stride in x.stride()):
+        return _where(_positions(x) == at, new, x.view(new.dtype)).view(x.dtype)
+    return torch.ops.aten.index_put(x, place, new.view(x.dtype))
 
 
 def _strike_some(
@@ -154,7 +166,8 @@ def _strike_some(
     new = _where(hit, (bits & row[KEEP].to(integer)) ^ row[FLIP].to(integer), bits)
     first = torch.where(hit, positions, x.numel()).amin()
     hits = hit.long().sum()
-    return new.view(x.dtype), _news(hits, torch.where(hits > 0, first, -1), bits, new)
+    at = torch.where(hits > 0, first, -1)
+    return new.view(x.dtype), _news(hits, at, _element(bits, at), _element(new, at))
 
 
 def _disturb(x: Tensor, row: Tensor, site: int, fault: Fault) -> tuple[Tensor, Tensor]:
@@ -178,20 +191,22 @@ def _positions(x: Tensor) -> Tensor:
 
 
 def _news(hits: Tensor, at: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    pair = (_element(bits, at).long() for bits in (before, after))
-    return torch.where(hits > 0, torch.stack([hits, at, *pair]), 0)
+    """Where and what, if there was a hit; bits before and after without dimensions."""
+    return torch.where(hits > 0, torch.stack([hits, at, before.long(), after.long()]), 0)
+
+
+def _place(x: Tensor, at: Tensor) -> list[Tensor]:
+    """The index in each dimension, [1], of a position in the flattened tensor; of the first for -1."""
+    place, below, first = [], 1, at.clamp(min=0)
+    for size in reversed(x.shape):
+        place.append((first // below % size).reshape(1))
+        below = below * size
+    return place[::-1]
 
 
 def _element(bits: Tensor, at: Tensor) -> Tensor:
-    """That of a position in the flattened tensor; the first for -1."""
-    if not bits.dim():
-        return bits
-    place, below, first = [], 1, at.clamp(min=0)
-    for size in reversed(bits.shape):
-        place.append((first // below % size).reshape(1))
-        below = below * size
-    # Not in brackets: Python's indexing asks a tensor without dimensions for its number.
-    return torch.ops.aten.index.Tensor(bits, place[::-1]).reshape(())
+    place = _place(bits, at)
+    return torch.ops.aten.index.Tensor(bits, place).reshape(()) if place else bits
 
 
 @torch.library.custom_op("fxpasses::disturb", mutates_args=())

@@ -11,6 +11,9 @@ checked value that stops its fault. So, of each guard:
 products    checked: the result of a product; operands: its factors, and what is added to them. Stops what
             hits the product itself, up to its result; neither what hits a factor before, nor what is computed
             of the result.
+sums        the same, of a sum that is a gradient.
+gradients   checked: a gradient as it is delivered; operand: the sum of its bits when it was made. Stops what
+            hits it in between.
 payloads    dense: checked is the reduced bucket, operand what went in. Compressed: checked is what arrived,
             operand the payload without its checksum. Either stops what hits the payload between its sums or
             seal and its arrival; neither what hit gradients before, nor a payload that is stale but whole.
@@ -33,7 +36,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from fxpasses.faults.exits import CHECKS, OF_NODES, Local, checks_of, made_by, origin_of, unstruck
+from fxpasses.faults.exits import CHECKS, Local, checks_of, made_by, origin_of, reads_node, unstruck
 from fxpasses.faults.flow import ENTRY, Flow, carries_tensor, flow_of
 from fxpasses.faults.sites import computes, operator_sites, payload_sites
 from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT
@@ -243,7 +246,7 @@ def _split_off(flow: nx.DiGraph, node: fx.Node) -> Local:
     for reader in list(flow.successors(node)):
         is_output = isinstance(reader, Role) and reader.kind == "gradient"
         is_pass = isinstance(reader, fx.Node) and "provenance" in reader.meta
-        if is_output or (is_pass and not made_by(reader, OF_NODES)):
+        if is_output or (is_pass and not reads_node(reader)):
             flow.remove_edge(node, reader)
             flow.add_edge(local, reader)
     flow.add_edge(node, local)

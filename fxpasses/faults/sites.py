@@ -128,6 +128,17 @@ def update_site(name: str, parameter: torch.Tensor) -> Site:
     return Site(UPDATE, name, "step", (), (name,), parameter.dtype, parameter.numel(), "")
 
 
+def written_parameters(graph: TrainingGraph) -> list[tuple[fx.Node, Site]]:
+    """The writes of parameters, in a graph whose tail writes them; of several of one the last."""
+    found: dict[str, tuple[fx.Node, Site]] = {}
+    names = {node: role.name for node, role in graph.inputs("parameter")}
+    for node in graph.walk():
+        place = node.args[0] if node.target is torch.ops.aten.copy_.default else None
+        if isinstance(place, fx.Node) and place in names and _fits(node):
+            found[names[place]] = node, update_site(names[place], node.meta["val"])
+    return list(found.values())
+
+
 def select(
     graph: TrainingGraph, sites: Sequence[tuple[fx.Node, Site]], faults: Sequence[Fault]
 ) -> list[tuple[fx.Node, Site]]:

@@ -138,8 +138,9 @@ class Trials:
             RuntimeError: when the fault did not happen.
         """
         faults, alarms = self.faults, self._runtime.alarms
-        before = len(faults.events)
-        known = 0 if alarms is None else len(alarms.events)
+        faults.clear()
+        if alarms is not None:
+            alarms.events.clear()
         faults.strike(shot.site, fault=shot.fault, index=shot.index, bit=shot.bits or None)
         found, said = None, ""
         try:
@@ -147,19 +148,17 @@ class Trials:
         except FaultDetected as error:
             said = str(error)
         except Exception as error:
-            return Result(
-                CRASH, _last(faults, before), float("nan"), f"{type(error).__name__}: {error}"
-            )
+            return Result(CRASH, _last(faults), float("nan"), f"{type(error).__name__}: {error}")
         finally:
             faults.disarm()
-        event = _last(faults, before)
+        event = _last(faults)
         if event is None:
             raise RuntimeError(f"the planned fault at {shot.site} did not happen")
         change = float("nan") if found is None else self._error(found)
         alarm = None if alarms is None else alarms.take()
         if said or alarm is not None:
             return Result(DETECTED, event, change, said or str(alarm.place if alarm else ""))
-        if alarms is not None and len(alarms.events) > known:
+        if alarms is not None and alarms.events:
             outcome = CORRECTED if change == 0 else SILENT
             return Result(outcome, event, change, alarms.events[-1].place)
         return Result(MASKED if change <= self._tolerance else SILENT, event, change)
@@ -217,6 +216,6 @@ def _relative(now: Sequence[torch.Tensor], golden: Sequence[torch.Tensor]) -> fl
     return (changed / size) ** 0.5 if size else float(changed > 0)
 
 
-def _last(faults: Faults, before: int) -> Event | None:
+def _last(faults: Faults) -> Event | None:
     events = faults.events
-    return events[-1] if len(events) > before else None
+    return events[-1] if events else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpasses.distributed.group import Group
+from fxpasses.faults.history import forget
 from fxpasses.faults.models import drawn
 from fxpasses.graph import ALARM, StateSpec, TrainingGraph
 from fxpasses.guards.option import SKIP, Guards, parse_guards
@@ -98,7 +99,8 @@ class Alarms:
     Attributes:
         guards: the option.
         group: the ranks that train together.
-        events: an `Alarm` for each step that had one.
+        events: an `Alarm` for each step that had one, the last `REMEMBERED` of them.
+        forgotten: how many were dropped.
     """
 
     def __init__(self, text: str, group: Group) -> None:
@@ -106,6 +108,7 @@ class Alarms:
         self.group = group
         self.guards: Guards = parse_guards(text)
         self.events: list[Alarm] = []
+        self.forgotten = 0
         self._step = 0
         self._places: dict[int, str] = {}
         self._tensors: dict[torch.device, Tensor] = {}
@@ -129,7 +132,7 @@ class Alarms:
         self._step += 1
         if found is None:
             return False
-        self.events.append(found)
+        self.note(found)
         if self.guards.on != SKIP:
             self._fail(found)
         return True
@@ -148,8 +151,13 @@ class Alarms:
         """
         found = self.take()
         if found is not None:
-            self.events.append(found)
+            self.note(found)
             self._fail(found)
+
+    def note(self, found: Alarm) -> None:
+        """Remember an alarm."""
+        self.events.append(found)
+        self.forgotten += forget(self.events)
 
     def _fail(self, found: Alarm) -> None:
         raise FaultDetected(

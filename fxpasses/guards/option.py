@@ -16,6 +16,7 @@ from fxpasses.config import nearest
 
 RAISE, SKIP, RECOMPUTE = REACTIONS = ("raise", "skip", "recompute")
 ALL = "all"
+_SWITCHES = ("products", "payloads", "gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Guards:
     Attributes:
         products: checksums of matrix products, in forward and backward.
         payloads: checksums of what goes over the wire, dense or compressed.
+        gradients: bits of gradients, from the operator that makes one to where it is packed; of those that are
+            sums, and no products, a second sum.
         values: limit of the absolute value of a local gradient's elements; infinity asks only that they are
             finite; 0: they are not looked at.
         digest: parameters are compared over the ranks at every so many steps; 0: never.
@@ -33,6 +36,7 @@ class Guards:
 
     products: bool = False
     payloads: bool = False
+    gradients: bool = False
     values: float = 0.0
     digest: int = 0
     on: str = RAISE
@@ -43,14 +47,14 @@ class Guards:
     @property
     def in_graph(self) -> bool:
         """Whether graphs hold any of them."""
-        return self.products or self.payloads or self.values > 0
+        return any(getattr(self, name) for name in _SWITCHES) or self.values > 0
 
     @property
     def text(self) -> str:
         """As in a pipeline string; empty for none."""
         if not self:
             return ""
-        words = [name for name in ("products", "payloads") if getattr(self, name)]
+        words = [name for name in _SWITCHES if getattr(self, name)]
         words += [f"values={self.values}"] if self.values else []
         words += [f"digest={self.digest}"] if self.digest else []
         words += [f"on={self.on}"] if self.on != RAISE else []
@@ -80,7 +84,7 @@ def parse_guards(text: str) -> Guards:
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
         if key == ALL and not equals:
-            found = {"products": True, "payloads": True, "values": math.inf, "digest": 100} | found
+            found = {**dict.fromkeys(_SWITCHES, True), "values": math.inf, "digest": 100} | found
         elif not equals:
             found[key] = math.inf if key == "values" else True
         else:
@@ -94,7 +98,7 @@ def _guards(found: Mapping[str, Any]) -> Guards:
         if key not in known:
             raise ValueError(f"option 'guards': unknown {key!r}{nearest(str(key), [*known, ALL])}")
     guards = Guards(**found)
-    for key in ("products", "payloads"):
+    for key in _SWITCHES:
         if not isinstance(getattr(guards, key), bool):
             _refuse(guards, key, "true or false")
     values, digest = guards.values, guards.digest

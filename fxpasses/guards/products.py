@@ -2,18 +2,21 @@
 
     C = A B + D        sum_j C[i, j]   against   A[i, :] (sum_j B[:, j]) + sum_j D[i, j]
 
-Algorithm-based fault tolerance after Huang and Abraham (IEEE Trans. Computers, 1984). Sums are taken in fp64,
-so that what differs without a fault are the roundings inside the product. These add up like a random walk
-(Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019:
-with probability 1 - 2 exp(-L^2 / 2) the constant n of the classical bound becomes L sqrt(n)). With u the unit
-roundoff of the accumulation, u' that of the result, K the inner size, b = B e the row sums of B, c = C e:
+Algorithm-based fault tolerance after Huang and Abraham (IEEE Trans. Computers, 1984). What differs without a
+fault are roundings, in the product and in the two sums, which are taken in fp32 at least. They add up like a
+random walk (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
+41(5), 2019: with probability 1 - 2 exp(-L^2 / 2) the constant n of the classical bound becomes L sqrt(n)).
+With u the unit roundoff of the accumulation, u' that of the result, [M, K] and [K, N] the sizes of A and B,
+b = B e, c = C e:
 
-    |c_i - A_i b - d_i|  <=  L u |A_i| max(|B|_F, |b|)  +  L (u sqrt(K) + u') max(|C_i|, |c_i|)  +  tiny
+    |c_i - A_i b - d_i|  <=  L u (2 sqrt(K) + sqrt(N)) w_i
+                             + L (u (sqrt(K) + sqrt(N)) + u') max(sqrt(N) max_j |C_ij|, |c_i|)  +  tiny
+    w_i^2 = sum_k A_ik^2 max(|B_k|^2, b_k^2)
 
 The first term is the walk of partial sums around their mean, the second their drift and the last rounding;
 the maxima cover columns that are alike, whose roundings are alike too. L is 8. It splits mean and variance as
 V-ABFT does (2026), whose factors are of the same size; it is a statement about roundings that are not
-adversarial, not a proof.
+adversarial, not a proof. C, which a fault may have made huge, is not squared.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from fxpasses.graph import TrainingGraph
 from fxpasses.precision import ALLOW, class_of, operator_name
 
 DEVIATIONS = 8.0  # L
+WIDE = torch.float64
 CHECKED = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # where A and B stand
 _ADDED = ("addmm", "baddbmm")
 
@@ -59,27 +63,53 @@ def is_wrong(c: Tensor, a: Tensor, b: Tensor, d: Tensor | None) -> Tensor:
     Returns:
         bool, no dimensions.
     """
-    wide = torch.float64
-    inner = a.shape[-1]
-    b_wide = b.to(wide)
+    b_wide = b.to(_wide(c))
     b_sums = b_wide.sum(-1)
-    spread = torch.maximum(b_wide.square().sum((-1, -2)), b_sums.square().sum(-1)).sqrt()
+    b_squares = torch.maximum(b_wide.square().sum(-1), b_sums.square())
+    return disagrees(c, a, b_sums.unsqueeze(-2), b_squares.unsqueeze(-2), d)
+
+
+def disagrees(
+    c: Tensor,
+    a: Tensor,
+    b_sums: Tensor | float,
+    b_squares: Tensor | float,
+    d: Tensor | None = None,
+    accumulator: torch.dtype = torch.float32,
+    wide: torch.dtype | None = None,
+) -> Tensor:
+    """The same, with what it takes of B.
+
+    Args:
+        b_sums: row sums of B, broadcasts to a.
+        b_squares: for each row of B the larger of its squared norm and its squared sum, broadcasts to a.
+        accumulator: what partial sums are rounded to; c's own dtype if that is wider.
+        wide: what the checksums are taken in; None: fp32 at least.
+    """
+    wide = wide or _wide(c)
+    inner, outer = math.sqrt(a.shape[-1]), math.sqrt(c.shape[-1])
     a_wide = a.to(wide)
-    expected = (a_wide * b_sums.unsqueeze(-2)).sum(-1)
-    a_norms = a_wide.square().sum(-1).sqrt()
+    expected = (a_wide * b_sums).sum(-1)
+    walk = (a_wide.square() * b_squares).sum(-1).sqrt()
     c_wide = c.to(wide)
-    found, c_norms = c_wide.sum(-1), c_wide.square().sum(-1).sqrt()
+    found, largest = c_wide.sum(-1), c_wide.abs().amax(-1)
     if d is not None:
-        expected = expected + d.to(wide).expand(c.shape).sum(-1)
-    drift = torch.maximum(c_norms, found.abs())
-    unit = torch.finfo(torch.float64 if c.dtype == torch.float64 else torch.float32).eps / 2
+        expected = expected + d.to(WIDE).expand(c.shape).sum(-1)
+    unit = torch.finfo(torch.promote_types(c.dtype, accumulator)).eps / 2
     rounding = 0.0 if c.dtype.itemsize >= 4 else torch.finfo(c.dtype).eps / 2
-    bound = unit * a_norms * spread.unsqueeze(-1) + (unit * math.sqrt(inner) + rounding) * drift
+    drift = torch.maximum(outer * largest, found.abs())
+    bound = unit * (2 * inner + outer) * walk + (unit * (inner + outer) + rounding) * drift
+    # What is so small that its square is none counts as that small, and no less.
     tiny = torch.finfo(c.dtype).tiny * c.shape[-1]
+    tiny += unit * math.sqrt(torch.finfo(wide).tiny) * a.shape[-1] * c.shape[-1]
     agrees = (found - expected).abs() <= DEVIATIONS * bound + tiny
     # What may overflow, or was not finite when it came in, is no fault of this product.
-    may_overflow = ~(a_norms * spread.unsqueeze(-1) < torch.finfo(c.dtype).max)
+    may_overflow = ~(inner * walk < torch.finfo(c.dtype).max)
     return ~torch.where(found.isfinite(), agrees, may_overflow).all()
+
+
+def _wide(c: Tensor) -> torch.dtype:
+    return torch.promote_types(c.dtype, torch.float32)
 
 
 def _fits(node: fx.Node) -> bool:

@@ -45,7 +45,7 @@ def guarded(
             tensor.copy_(value)
     torch.set_rng_state(random)
     result = run()
-    alarms.events.append(found)
+    alarms.note(found)
     again = alarms.take()
     if again is not None:
         raise FaultDetected(

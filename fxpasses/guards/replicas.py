@@ -11,20 +11,17 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 
+from custom_ops.bits import words
 from fxpasses.distributed.group import Group, control_device, process_group
 from fxpasses.distributed.waiting import waiting
 from fxpasses.guards.alarms import FaultDetected
 
 COLUMNS = 1024
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """[2] int64."""
-    flat = tensor.detach().contiguous().flatten()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).flatten()
-    bits = flat.view(_INTEGERS[flat.element_size()])
+    bits = words(tensor.detach().contiguous()).flatten()
     whole = bits.numel() // COLUMNS * COLUMNS
     columns = bits[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
     columns[: bits.numel() - whole] += bits[whole:]

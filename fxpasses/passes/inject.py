@@ -4,7 +4,7 @@
                                            table (state) ──┘                 └─▶ news (state)
 
 Before: a graph of a stage. After: each tensor that a fault of option `faults` may happen to passes through
-elementwise operators which change nothing while its row in the table is zero. The table says which site,
+operators which change nothing while its row in the table is zero. The table says which site,
 element and bits are armed in this step; the news say what has been hit. So a campaign of any length has one
 compilation, and what is not asked for is not in the graph.
 
@@ -22,107 +22,15 @@ import torch
 from torch import fx
 
 from fxpasses.faults import models
-from fxpasses.faults.sites import (
-    Site,
-    gradient_sites,
-    operator_sites,
-    payload_sites,
-    select,
-)
-from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT, Fault, parse_faults
-from fxpasses.graph import FAULT_NEWS, FAULT_TABLE, STALE, StateSpec, TrainingGraph
-from fxpasses.passes.base import Pass, Report, from_environment
+from fxpasses.faults.injecting import Injecting, Shot, tables
+from fxpasses.faults.sites import Site, gradient_sites, operator_sites, payload_sites
+from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT
+from fxpasses.graph import DELIVERED, STALE, StateSpec, TrainingGraph
 from fxpasses.rewrite import Provenance, splice
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shot:
-    """One fault at one site.
-
-    Attributes:
-        number: of the fault in the option, its row in the table.
-        rows: the table.
-    """
-
-    site: Site
-    number: int
-    fault: Fault
-    rows: fx.Node
-
-
-@dataclasses.dataclass(frozen=True)
-class _Inject(Pass):
-    """Environment: `faults`, the option in pipeline form."""
-
-    faults: str | None = from_environment("faults")
-
-    def __post_init__(self) -> None:
-        parse_faults(self.faults or "")
-
-    @property
-    def parsed(self) -> tuple[Fault, ...]:
-        return parse_faults(self.faults or "")
-
-    def sites(self, graph: TrainingGraph) -> list[tuple[fx.Node, Site]]:
-        raise NotImplementedError
-
-    def has_work(self, graph: TrainingGraph) -> bool:
-        return bool(select(graph, self.sites(graph), self.parsed))
-
-    def run(self, graph: TrainingGraph) -> Report:
-        faults = self.parsed
-        sites = select(graph, self.sites(graph), faults) if faults else []
-        if not sites:
-            return Report(changed=False)
-        table, news = tables(len(faults), sites[0][0].meta["val"].device)
-        rows = graph.add_state(table)
-        found: list[list[fx.Node]] = [[] for _ in faults]
-        for node, site in sites:
-            for number in site.faults:
-                node, heard = self.strike(graph, node, _Shot(site, number, faults[number], rows))
-                found[number].append(heard)
-        told = splice(
-            graph,
-            graph.output_node,
-            models.together,
-            found,
-            graph.state_so_far(news),
-            name="fault_news",
-            provenance=Provenance(self.name, "news"),
-        )
-        graph.write_state(news.name, told)
-        return Report(True, {"sites": len(sites)})
-
-    def strike(self, graph: TrainingGraph, node: fx.Node, shot: _Shot) -> tuple[fx.Node, fx.Node]:
-        """Put one fault at one site; returns what holds the tensor now, and the news."""
-        readers = list(node.users)
-        struck, heard = self.write(graph, graph.behind(node), node, shot)
-        for reader in readers:
-            reader.replace_input_with(node, struck)
-        return struck, heard
-
-    def write(
-        self, graph: TrainingGraph, before: fx.Node, node: fx.Node, shot: _Shot
-    ) -> tuple[fx.Node, fx.Node]:
-        site, fault = shot.site, shot.fault
-        struck, heard = splice(
-            graph,
-            before,
-            lambda x, rows: models.strike(x, rows[shot.number], fault, site.number),
-            node,
-            shot.rows,
-            name=f"fault_{site.name}",
-            provenance=Provenance(
-                self.name, fault.model, site.name, site.model_line, site.parameters
-            ),
-        )
-        struck.meta["fault"] = site
-        struck.meta["effect"] = f"fault at {site}"
-        return struck, heard
-
-
-@dataclasses.dataclass(frozen=True)
-class InjectForward(_Inject):
+class InjectForward(Injecting):
     """Faults of phase `forward`: results of operators."""
 
     name: ClassVar[str] = "inject_forward"
@@ -138,7 +46,7 @@ class InjectForward(_Inject):
 
 
 @dataclasses.dataclass(frozen=True)
-class Inject(_Inject):
+class Inject(Injecting):
     """Faults of the phases `backward` (results of operators) and `gradient` (before they are reduced)."""
 
     name: ClassVar[str] = "inject"
@@ -149,17 +57,20 @@ class Inject(_Inject):
         # Gradients first: what is put on a node afterwards stands in front of what reads it.
         return gradient_sites(graph) + operator_sites(graph, BACKWARD)
 
-    def strike(self, graph: TrainingGraph, node: fx.Node, shot: _Shot) -> tuple[fx.Node, fx.Node]:
+    def strike(self, graph: TrainingGraph, node: fx.Node, shot: Shot) -> tuple[fx.Node, fx.Node]:
         if shot.site.phase != GRADIENT:
             return super().strike(graph, node, shot)
         indices = [g.index for g in graph.gradients() if g.node is node]
+        readers = [reader for reader in node.users if DELIVERED in reader.meta]
         struck, heard = self.write(graph, graph.behind(node), node, shot)
         graph.set_outputs(dict.fromkeys(indices, struck))
+        for reader in readers:
+            reader.replace_input_with(node, struck)
         return struck, heard
 
 
 @dataclasses.dataclass(frozen=True)
-class InjectPayload(_Inject):
+class InjectPayload(Injecting):
     """Faults of the phase `payload`: what this rank sends for others; `stale`, what comes back to it."""
 
     name: ClassVar[str] = "inject_payload"
@@ -169,7 +80,7 @@ class InjectPayload(_Inject):
     def sites(self, graph: TrainingGraph) -> list[tuple[fx.Node, Site]]:
         return payload_sites(graph)
 
-    def strike(self, graph: TrainingGraph, node: fx.Node, shot: _Shot) -> tuple[fx.Node, fx.Node]:
+    def strike(self, graph: TrainingGraph, node: fx.Node, shot: Shot) -> tuple[fx.Node, fx.Node]:
         """Here the node is the launch."""
         if shot.fault.model == "stale":
             (wait,) = node.users
@@ -181,7 +92,7 @@ class InjectPayload(_Inject):
         node.replace_input_with(payload, struck)
         return node, heard
 
-    def _stale(self, graph: TrainingGraph, wait: fx.Node, shot: _Shot) -> fx.Node:
+    def _stale(self, graph: TrainingGraph, wait: fx.Node, shot: Shot) -> fx.Node:
         """Let a collective bring what it brought the time before."""
         site, number = shot.site, shot.number
         value = wait.meta["val"]
@@ -211,11 +122,3 @@ class InjectPayload(_Inject):
             reader.replace_input_with(wait, late_node)
         graph.write_state(spec.name, wait)
         return heard
-
-
-def tables(count: int, device: torch.device) -> tuple[StateSpec, StateSpec]:
-    """What a graph with so many faults reads and writes."""
-    return (
-        StateSpec(FAULT_TABLE, "", (count, models.ROW), torch.int64, device),
-        StateSpec(FAULT_NEWS, "", (count, models.NEWS), torch.int64, device),
-    )

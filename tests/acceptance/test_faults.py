@@ -394,3 +394,63 @@ def test_a_process_that_ends_is_noticed():
         lost, 2, "exit{code=3,where=backward,rank=1,step=1}", gloo_timeout_s=8, lost=[1]
     )
     assert own is None and "rank 1" in other
+
+
+def updating(faults, pattern="0.weight"):
+    """Three whole steps that update parameters themselves."""
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        torch._dynamo.reset()
+        model = net()
+
+        @torch.compile(backend=EAGER, fullgraph=True, options={"faults": faults})
+        def step(batch):
+            loss = model(batch).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            return loss.detach()
+
+        found = []
+        for i in range(3):
+            step(torch.randn(4, WIDE, generator=torch.Generator().manual_seed(i)))
+            found.append({n: p.detach().clone() for n, p in model.named_parameters()})
+        return found, fxpasses.runtime(model).faults
+
+
+def test_a_whole_step_that_updates_parameters_itself_is_hit_there():
+    fault = "bitflip{bit=20,index=3,where=update:0.bias,step=%s}"
+    clean, _ = updating(fault % "none")
+    found, faults = updating(fault % 1)
+    (event,) = faults.events
+    assert (event.site.phase, event.site.name, event.index, event.step) == (
+        "update",
+        "0.bias",
+        3,
+        1,
+    )
+    assert equal([clean[0]], [found[0]])
+    differing = {name for name in clean[1] if not torch.equal(clean[1][name], found[1][name])}
+    assert differing == {"0.bias"}
+    assert (clean[1]["0.bias"] != found[1]["0.bias"]).nonzero().flatten().tolist() == [3]
+    with pytest.raises(
+        ValueError, match=r"selects no parameter that the compiled function updates.*0\.bias"
+    ):
+        updating("zero{where=update:0.bia}")
+
+
+@pytest.mark.inductor
+def test_one_element_of_a_gradient_that_is_one_number_expanded():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift, self.layer = nn.Parameter(torch.ones(WIDE, 3)), nn.Linear(WIDE, WIDE)
+
+        def forward(self, x):
+            return self.layer(x).sum() + 3 * self.shift.sum()
+
+    model = Shifted()
+    options = {"faults": "bitflip{where=gradient:shift,index=5,bit=22}"}
+    torch.compile(model, backend=INDUCTOR, options=options)(torch.randn(4, WIDE)).backward()
+    assert (model.shift.grad != 3).nonzero().tolist() == [[1, 2]]

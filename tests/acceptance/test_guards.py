@@ -112,10 +112,39 @@ def test_values_that_are_too_large_or_not_finite():
             guarded("values=1e3", fault)
 
 
+@pytest.mark.parametrize("bits", ["bit=0", "bit=3+20", "bits=3,seed=4"])
+@pytest.mark.parametrize("parameter", ["0.weight", "2.bias"])
+def test_any_flip_in_a_gradient_is_noticed(bits, parameter):
+    with pytest.raises(FaultDetected, match=f"bits of the gradient of {parameter}"):
+        guarded("gradients", f"bitflip{{{bits},where=gradient:{parameter},step=1}}")
+
+
+@pytest.mark.inductor
+def test_the_compiler_does_not_merge_what_is_compared():
+    fault = "bitflip{bit=0,where=gradient:%s,step=%s}"
+    options = {"guards": "gradients,on=recompute"}
+    clean, _, _ = guarded(options["guards"], fault % ("0.weight", "none"), INDUCTOR)
+    for parameter in ("0.weight", "0.bias"):
+        torch._dynamo.reset()
+        found, _, runtime = guarded(options["guards"], fault % (parameter, 1), INDUCTOR)
+        assert equal(clean, found)
+        assert len(runtime.alarms.events) == len(runtime.faults.events) == 1
+
+
+def test_a_sum_that_is_wrong_is_recomputed():
+    fault = "bitflip{bit=29,where=backward,op=sum,step=%s,seed=1}"
+    clean, _, _ = guarded("gradients,on=recompute", fault % "none")
+    torch._dynamo.reset()
+    found, _, runtime = guarded("gradients,on=recompute", fault % 1)
+    assert equal(clean, found)
+    (alarm,) = runtime.alarms.events
+    assert alarm.place.startswith("sum: sum")
+
+
 def test_a_clean_run_is_bitwise_the_same_with_guards():
     clean, _, _ = guarded("")
     torch._dynamo.reset()
-    found, _, runtime = guarded("products,values,on=skip")
+    found, _, runtime = guarded("products,gradients,values,on=skip")
     assert equal(clean, found) and runtime.alarms.events == []
 
 
@@ -154,6 +183,15 @@ def on_ranks(rank, guards, faults, compression="none"):
 def test_all_ranks_stop_for_an_alarm_on_one(fault):
     found = run_ranks(on_ranks, 2, "products", fault.replace("step=1", "step=1,rank=1"))
     assert all("step 1: 1 alarm(s); product" in message for message in found)
+
+
+def test_a_gradient_that_is_hit_before_it_is_packed():
+    fault = "bitflip{bit=2,where=gradient:0.bias,rank=1,step=%s}"
+    for compression in ("none", "int8"):
+        clean = run_ranks(on_ranks, 2, "gradients,on=recompute", fault % "none", compression)
+        found = run_ranks(on_ranks, 2, "gradients,on=recompute", fault % 1, compression)
+        assert [row[2] for row in found] == [[1], [1]]
+        assert all(equal(a[0], b[0]) for a, b in zip(clean, found, strict=True))
 
 
 def test_all_ranks_skip_together():

@@ -16,7 +16,9 @@ from fxpasses.faults.recovery import analyse
 from fxpasses.faults.trials import Shot, Trials, options_of
 from fxpasses.graph import ALARM, Role, TrainingGraph
 from fxpasses.observers import watching
+from fxpasses.passes.check_gradients import CheckGradients
 from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
+from fxpasses.passes.check_sums import CheckSums
 from fxpasses.passes.check_values import CheckValues
 from fxpasses.passes.inject import Inject
 from fxpasses.testing import capture
@@ -98,6 +100,24 @@ def test_limits_and_finiteness_stop_no_flip():
     checked(graph, CheckValues("values=inf"))
     found = analyse(graph)
     assert len(found.unguarded) == found.sites == 4 and found.blocks == ("graph",)
+
+
+@pytest.mark.parametrize("faults", ["", "bitflip where=gradient", "nan where=backward"])
+def test_a_gradient_is_followed_to_where_it_is_delivered(faults):
+    graph = traced(lambda x, w: [x @ w, x.sum(0), x * w], SQUARE, SQUARE)
+    checked(graph, CheckSums(), CheckGradientProducts(), CheckGradients(), Inject(faults))
+    found = analyse(graph)
+    assert sites(found) == {("backward", "mul")} and found.sites == 6
+    checked(graph := traced(two_products, SQUARE, SQUARE, SQUARE), CheckGradients())
+    assert ("gradient", "mm_1") not in sites(analyse(graph))
+
+
+def test_a_gradient_is_followed_to_its_bucket():
+    model, args = nn.Linear(32, 32), (torch.ones(4, 32),)
+    for faults in ("", "bitflip{where=gradient};bitflip{where=payload}"):
+        options = {"guards": "gradients,payloads,products", "faults": faults}
+        found = analyse(trace(model, args, options, world=2)[-1].after)
+        assert sites(found) == set() and found.sites > 4 and not found.unreachable
 
 
 def test_the_verdict_has_to_lead_to_the_alarm():

@@ -15,8 +15,9 @@ from fxpasses.guards.option import Guards, guards_text, parse_guards
         ("products payloads on=skip", Guards(products=True, payloads=True, on="skip")),
         ({"values": 1e6, "digest": 50}, Guards(values=1e6, digest=50)),
         ("values", Guards(values=math.inf)),
-        ("all,on=recompute", Guards(True, True, math.inf, 100, "recompute")),
-        ("all,digest=7", Guards(True, True, math.inf, 7)),
+        ("gradients", Guards(gradients=True)),
+        ("all,on=recompute", Guards(True, True, True, math.inf, 100, "recompute")),
+        ("all,digest=7", Guards(True, True, True, math.inf, 7)),
     ],
 )
 def test_what_it_says(value, guards):

@@ -21,8 +21,10 @@ from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
+from fxpasses.passes.check_gradients import CheckGradients, SettleChecks
 from fxpasses.passes.check_payloads import CheckPayloads
 from fxpasses.passes.check_products import CheckGradientProducts
+from fxpasses.passes.check_sums import CheckSums
 from fxpasses.passes.check_values import CheckValues
 from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
@@ -352,6 +354,9 @@ RULES = {
     "inject": {"bitflip", "sign", "news"},
     "inject_payload": {"bitflip", "stale", "news"},
     "check_gradient_products": {"checksum", "alarm"},
+    "check_sums": {"checksum", "alarm"},
+    "check_gradients": {"bits", "checksum", "alarm"},
+    "settle_checks": set(),
     "check_values": {"limit", "alarm"},
     "check_payloads": {"checksum", "alarm"},
     "cast": {"cast"},
@@ -784,6 +789,9 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
     "check_gradient_products": (CheckGradientProducts(), (no_leftovers,)),
+    "check_sums": (CheckSums(), (no_leftovers,)),
+    "check_gradients": (CheckGradients(), (no_leftovers,)),
+    "settle_checks": (SettleChecks(), (no_leftovers,)),
     "check_values": (CheckValues("values=1e30"), (no_leftovers,)),
     "check_payloads": (CheckPayloads(), (no_leftovers,)),
     "inject": (Inject(BOTH), (faults_as_promised, no_leftovers)),
