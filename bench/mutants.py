@@ -8,205 +8,26 @@ against it: none of the tests that somebody wrote for a case.
 from __future__ import annotations
 
 import argparse
-import ast
-import copy
 import dataclasses
 import importlib.abc
 import importlib.util
 import os
-import re
 import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from bench.mutations import EQUIVALENT, WRITTEN
-
-ROOT = Path(__file__).parent.parent
-MODULES = {
-    "bucketing": "fxpasses.passes.bucketing",
-    "gradient_sync": "fxpasses.passes.gradient_sync",
-    "reduction": "fxpasses.reduction",
-    "participation": "fxpasses.passes.participation",
-    "running_stats": "fxpasses.passes.running_stats",
-    "cast": "fxpasses.passes.cast",
-    "loss_scale": "fxpasses.passes.loss_scale",
-    "overflow": "fxpasses.passes.overflow",
-    "clip_norm": "fxpasses.passes.clip_norm",
-    "compress": "fxpasses.passes.compress",
-    "exchange": "fxpasses.exchange",
-    "codecs": "fxpasses.codecs",
-    "feedback": "fxpasses.feedback",
-    "powersgd": "fxpasses.powersgd",
-    "rewrite": "fxpasses.rewrite",
-    "variants": "fxpasses.variants",
-}
-STATEMENTS = ("error_bound", "has_work", "tolerance", "loss_bound")
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A changed source: of which module, in which way."""
-
-    module: str
-    name: str
-    source: str
-
-    @property
-    def reason(self) -> str | None:
-        """Why no test can tell it from the original, if that is known; whatever the line it stands in."""
-        return EQUIVALENT.get(re.sub(r":\d+", "", self.name, count=1))
-
-
-def source_of(module: str) -> str:
-    return (ROOT / (MODULES[module].replace(".", "/") + ".py")).read_text()
-
-
-# Mutants by rule
-
-
-def by_rule(module: str) -> Iterator[Mutant]:
-    """Every change that a rule can make at one place."""
-    tree = ast.parse(source_of(module))
-    for position, node in enumerate(_code(tree)):
-        for number, _ in enumerate(_changes(node)):
-            changed = copy.deepcopy(tree)
-            target = list(_code(changed))[position]
-            before = ast.unparse(target)
-            what, replacement = _changes(target)[number]
-            _replace(changed, target, replacement)
-            after = ast.unparse(replacement) if replacement is not None else "(nothing)"
-            name = f"{module}:{node.lineno} {what}: {_one_line(before)} -> {_one_line(after)}"
-            yield Mutant(module, name, ast.unparse(ast.fix_missing_locations(changed)))
-
-
-def _one_line(code: str) -> str:
-    return " ".join(code.split())[:70]
-
-
-def _code(tree: ast.Module) -> Iterator[Any]:
-    """The expressions and statements inside functions; no docstrings, messages or names of nodes, and not
-    what a pass says of itself, which is what it is judged by.
-    """
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name not in STATEMENTS:
-            for statement in function.body:
-                yield from _inside(statement)
-
-
-def _inside(node: ast.AST) -> Iterator[Any]:
-    if isinstance(node, ast.keyword) and node.arg in ("strict", "name"):
-        return  # a second look at lengths that are equal; how nodes are called
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    if is_text or isinstance(node, ast.Raise | ast.JoinedStr | ast.FunctionDef | ast.Assert):
-        return
-    if hasattr(node, "lineno"):
-        yield node
-    for name, child in ast.iter_fields(node):
-        if name == "annotation":
-            continue
-        for each in child if isinstance(child, list) else [child]:
-            if isinstance(each, ast.AST):
-                yield from _inside(each)
-
-
-_OPERATORS: dict[type, type] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
-    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
-    ast.Mult: ast.Add, ast.Div: ast.Mult, ast.Pow: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
-    ast.BitAnd: ast.BitOr,
-}  # fmt: skip
-
-
-def _changes(node: Any) -> list[tuple[str, ast.AST | None]]:
-    """(kind, replacement) of each change at a node; None removes the statement."""
-    found: list[tuple[str, ast.AST | None]] = []
-    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _OPERATORS:
-        found.append(("operator", _with(node, op=_OPERATORS[type(node.op)]())))
-    if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPERATORS:
-        operators = [_OPERATORS[type(node.ops[0])](), *node.ops[1:]]
-        found.append(("comparison", _with(node, ops=operators)))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        found.append(("negation", node.operand))
-    if isinstance(node, ast.Constant):
-        found += [("constant", ast.Constant(value)) for value in _other_values(node.value)]
-    if isinstance(node, ast.IfExp):
-        found += [("branch", node.body), ("branch", node.orelse)]
-    if isinstance(node, ast.If):
-        found += [("condition", _with(node, test=ast.Constant(x))) for x in (True, False)]
-    if isinstance(node, ast.Call):
-        found += _call_changes(node)
-    if isinstance(node, ast.comprehension) and node.ifs:
-        found.append(("filter", _with(node, ifs=[])))
-    if isinstance(node, ast.Expr | ast.AugAssign):
-        found.append(("statement", ast.Pass()))
-    return found
-
-
-def _call_changes(node: ast.Call) -> list[tuple[str, ast.AST | None]]:
-    found: list[tuple[str, ast.AST | None]] = []
-    if len(node.args) >= 2 and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
-        swapped = [node.args[1], node.args[0], *node.args[2:]]
-        found.append(("arguments", _with(node, args=swapped)))
-    for position, keyword in enumerate(node.keywords):
-        if keyword.arg in ("key", "reverse", "parameters", "rule", "changed", "counts"):
-            others = node.keywords[:position] + node.keywords[position + 1 :]
-            found.append(("keyword", _with(node, keywords=others)))
-    return found
-
-
-def _other_values(value: Any) -> list[Any]:
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int):
-        return [value + 1]
-    return [value + "x"] if isinstance(value, str) and value.isidentifier() else []
-
-
-def _with(node: Any, **fields: Any) -> Any:
-    changed = copy.copy(node)
-    for name, value in fields.items():
-        setattr(changed, name, value)
-    return changed
-
-
-def _replace(tree: ast.AST, target: ast.AST, replacement: ast.AST | None) -> None:
-    for parent in ast.walk(tree):
-        for name, child in ast.iter_fields(parent):
-            if child is target:
-                setattr(parent, name, replacement)
-                return
-            if isinstance(child, list) and any(each is target for each in child):
-                at = next(i for i, each in enumerate(child) if each is target)
-                child[at] = replacement
-                return
-    raise AssertionError("the node is in the tree")
-
-
-def by_hand(module: str) -> Iterator[Mutant]:
-    """The changes that somebody thought of."""
-    source = source_of(module)
-    for of, name, old, new in WRITTEN:
-        if of == module:
-            if source.count(old) != 1:
-                raise ValueError(
-                    f"mutant {name!r}: {old!r} stands {source.count(old)} times in {module}"
-                )
-            yield Mutant(module, f"{module} by hand: {name}", source.replace(old, new))
-
-
-# Running them
+from bench.mutation_rules import by_rule
+from bench.mutations import PATHS, Mutant, by_hand
 
 
 class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads a mutant in place of its module."""
 
     def __init__(self, mutant: Mutant) -> None:
-        self._name, self._source = MODULES[mutant.module], mutant.source
+        self._name, self._source = PATHS[mutant.module], mutant.source
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         return importlib.util.spec_from_loader(fullname, self) if fullname == self._name else None
@@ -342,7 +163,7 @@ def _import_what_is_slow() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--modules", default=",".join(MODULES), help="which, separated by commas")
+    parser.add_argument("--modules", default=",".join(PATHS), help="which, separated by commas")
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--examples", type=int, default=60, help="drawn graphs for each property")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for a mutant")

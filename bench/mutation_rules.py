@@ -1,0 +1,131 @@
+"""Mutants by rule: each change that can be made at one place of a module's syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from bench.mutations import Mutant, source_of
+
+STATEMENTS = ("error_bound", "has_work", "tolerance", "loss_bound")
+
+
+def by_rule(module: str) -> Iterator[Mutant]:
+    """Every change that a rule can make at one place."""
+    tree = ast.parse(source_of(module))
+    for position, node in enumerate(_code(tree)):
+        for number, _ in enumerate(_changes(node)):
+            changed = copy.deepcopy(tree)
+            target = list(_code(changed))[position]
+            before = ast.unparse(target)
+            what, replacement = _changes(target)[number]
+            _replace(changed, target, replacement)
+            after = ast.unparse(replacement) if replacement is not None else "(nothing)"
+            name = f"{module}:{node.lineno} {what}: {_one_line(before)} -> {_one_line(after)}"
+            yield Mutant(module, name, ast.unparse(ast.fix_missing_locations(changed)))
+
+
+def _one_line(code: str) -> str:
+    return " ".join(code.split())[:70]
+
+
+def _code(tree: ast.Module) -> Iterator[Any]:
+    """The expressions and statements inside functions; no docstrings, messages or names of nodes, and not
+    what a pass says of itself, which is what it is judged by.
+    """
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and function.name not in STATEMENTS:
+            for statement in function.body:
+                yield from _inside(statement)
+
+
+def _inside(node: ast.AST) -> Iterator[Any]:
+    if isinstance(node, ast.keyword) and node.arg in ("strict", "name"):
+        return  # a second look at lengths that are equal; how nodes are called
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    if is_text or isinstance(node, ast.Raise | ast.JoinedStr | ast.FunctionDef | ast.Assert):
+        return
+    if hasattr(node, "lineno"):
+        yield node
+    for name, child in ast.iter_fields(node):
+        if name == "annotation":
+            continue
+        for each in child if isinstance(child, list) else [child]:
+            if isinstance(each, ast.AST):
+                yield from _inside(each)
+
+
+_OPERATORS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
+    ast.Mult: ast.Add, ast.Div: ast.Mult, ast.Pow: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
+    ast.BitAnd: ast.BitOr,
+}  # fmt: skip
+
+
+def _changes(node: Any) -> list[tuple[str, ast.AST | None]]:
+    """(kind, replacement) of each change at a node; None removes the statement."""
+    found: list[tuple[str, ast.AST | None]] = []
+    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _OPERATORS:
+        found.append(("operator", _with(node, op=_OPERATORS[type(node.op)]())))
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPERATORS:
+        operators = [_OPERATORS[type(node.ops[0])](), *node.ops[1:]]
+        found.append(("comparison", _with(node, ops=operators)))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        found.append(("negation", node.operand))
+    if isinstance(node, ast.Constant):
+        found += [("constant", ast.Constant(value)) for value in _other_values(node.value)]
+    if isinstance(node, ast.IfExp):
+        found += [("branch", node.body), ("branch", node.orelse)]
+    if isinstance(node, ast.If):
+        found += [("condition", _with(node, test=ast.Constant(x))) for x in (True, False)]
+    if isinstance(node, ast.Call):
+        found += _call_changes(node)
+    if isinstance(node, ast.comprehension) and node.ifs:
+        found.append(("filter", _with(node, ifs=[])))
+    if isinstance(node, ast.Expr | ast.AugAssign):
+        found.append(("statement", ast.Pass()))
+    return found
+
+
+def _call_changes(node: ast.Call) -> list[tuple[str, ast.AST | None]]:
+    found: list[tuple[str, ast.AST | None]] = []
+    if len(node.args) >= 2 and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
+        swapped = [node.args[1], node.args[0], *node.args[2:]]
+        found.append(("arguments", _with(node, args=swapped)))
+    for position, keyword in enumerate(node.keywords):
+        if keyword.arg in ("key", "reverse", "parameters", "rule", "changed", "counts"):
+            others = node.keywords[:position] + node.keywords[position + 1 :]
+            found.append(("keyword", _with(node, keywords=others)))
+    return found
+
+
+def _other_values(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    return [value + "x"] if isinstance(value, str) and value.isidentifier() else []
+
+
+def _with(node: Any, **fields: Any) -> Any:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _replace(tree: ast.AST, target: ast.AST, replacement: ast.AST | None) -> None:
+    for parent in ast.walk(tree):
+        for name, child in ast.iter_fields(parent):
+            if child is target:
+                setattr(parent, name, replacement)
+                return
+            if isinstance(child, list) and any(each is target for each in child):
+                at = next(i for i, each in enumerate(child) if each is target)
+                child[at] = replacement
+                return
+    raise AssertionError("the node is in the tree")
