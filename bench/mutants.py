@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import importlib.abc
 import importlib.util
 import os
@@ -16,11 +17,19 @@ import select
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from bench.mutation_rules import by_rule
+from bench.mutation_rules import by_rule, left_out
 from bench.mutations import PATHS, Mutant, by_hand
+
+RESULTS = Path(__file__).parent / "results" / "mutants.txt"
+SURVIVED = "SURVIVED"
+MOST_SURVIVE = 0.05
+
+# Running them
 
 
 class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -112,7 +121,7 @@ def _start(mutant: Mutant, examples: int, timeout: float) -> _Child:
         try:
             why = _try(mutant, examples)
         finally:
-            os.write(writing, (why or "SURVIVED").encode())
+            os.write(writing, (why or SURVIVED).encode())
             os._exit(0)
     os.close(writing)
     return _Child(mutant, pid, reading, time.monotonic() + timeout)
@@ -161,6 +170,77 @@ def _import_what_is_slow() -> None:
     assert not any(name.startswith("fxpasses") for name in sys.modules)
 
 
+# The report
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a module's mutants.
+
+    Attributes:
+        found: (mutant, why it is found out) of those that were run.
+        equivalent: those that were not, since nothing can tell them from the original.
+        left_out: how many the rules don't make, by the reason.
+    """
+
+    module: str
+    found: list[tuple[Mutant, str]]
+    equivalent: list[Mutant]
+    left_out: Counter[str]
+
+    @property
+    def survivors(self) -> list[Mutant]:
+        return [mutant for mutant, why in self.found if why == SURVIVED]
+
+
+def run_module(module: str, options: argparse.Namespace) -> Outcome:
+    mutants = [m for m in _mutants(module, options) if m.reason is None]
+    equivalent = [m for m in _mutants(module, options) if m.reason is not None]
+    outcome = Outcome(module, [], equivalent, left_out(module))
+    for mutant, why in run_all(mutants, options.jobs, options.examples, options.timeout):
+        outcome.found.append((mutant, why))
+        print(f"{'survived' if why == SURVIVED else 'killed  '} {mutant.name}", flush=True)
+        if why != SURVIVED:
+            print(f"             {why}", flush=True)
+    return outcome
+
+
+def _mutants(module: str, options: argparse.Namespace) -> list[Mutant]:
+    ruled = list(by_rule(module))[:: options.every]
+    return [m for m in (*by_hand(module), *ruled) if options.only in m.name]
+
+
+def report(outcomes: list[Outcome], options: argparse.Namespace) -> str:
+    """Tables of what was killed, survived, could not be told, and was not made."""
+    import torch
+
+    lines = [
+        f"{datetime.date.today()}, torch {torch.__version__}, {options.examples} examples a property, "
+        f"{options.timeout:g} s a mutant",
+        "",
+        f"{'module':16}{'mutants':>8}{'killed':>8}{'survived':>10}{'':>9}{'equivalent':>12}{'not made':>10}",
+    ]
+    lines += [_row(outcome.module, [outcome]) for outcome in outcomes]
+    lines += [_row("all", outcomes), "", "Survived:"]
+    lines += [f"  {m.name}" for outcome in outcomes for m in outcome.survivors] or ["  none"]
+    lines += ["", "Equivalent, and so not run:"]
+    for mutant in (m for outcome in outcomes for m in outcome.equivalent):
+        lines += [f"  {mutant.name}", f"      {mutant.reason}"]
+    lines += ["", "Changes that the rules could make and don't:"]
+    counted = sum((outcome.left_out for outcome in outcomes), Counter[str]())
+    lines += [f"{count:6}  {reason}" for reason, count in counted.most_common()]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(name: str, outcomes: list[Outcome]) -> str:
+    tried = sum(len(outcome.found) for outcome in outcomes)
+    alive = sum(len(outcome.survivors) for outcome in outcomes)
+    equivalent = sum(len(outcome.equivalent) for outcome in outcomes)
+    missing = sum(outcome.left_out.total() for outcome in outcomes)
+    percent = f"{100 * (tried - alive) / max(tried, 1):.1f} %"
+    return f"{name:16}{tried:8}{tried - alive:8}{alive:10}{percent:>9}{equivalent:12}{missing:10}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modules", default=",".join(PATHS), help="which, separated by commas")
@@ -170,46 +250,22 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--every", type=int, default=1, help="one of so many of those made by rule")
     parser.add_argument("--list", action="store_true", help="print their names and stop")
+    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
-    chosen = options.modules.split(",")
-    mutants = [m for module in chosen for m in by_hand(module)]
-    ruled = [m for module in chosen for m in by_rule(module)]
-    mutants += ruled[:: options.every]
-    mutants = [m for m in mutants if options.only in m.name]
+    modules = options.modules.split(",")
     if options.list:
-        print("\n".join(m.name for m in mutants))
+        print("\n".join(m.name for module in modules for m in _mutants(module, options)))
         return 0
-    return _report(mutants, options)
-
-
-def _report(mutants: list[Mutant], options: argparse.Namespace) -> int:
     _import_what_is_slow()
-    counted = [m for m in mutants if m.reason is None]
-    survivors: list[Mutant] = []
-    for mutant, why in run_all(counted, options.jobs, options.examples, options.timeout):
-        if why == "SURVIVED":
-            survivors.append(mutant)
-        print(f"{'survived' if why == 'SURVIVED' else 'killed  '} {mutant.name}", flush=True)
-        if why != "SURVIVED":
-            print(f"             {why}", flush=True)
-    for mutant in mutants:
-        if mutant.reason is not None:
-            print(f"equivalent {mutant.name}\n             {mutant.reason}")
-    print("\n" + "\n".join(f"survived: {m.name}" for m in survivors))
-    print(f"\n{'module':16}{'mutants':>8}{'killed':>8}{'equivalent':>12}")
-    modules = list(dict.fromkeys(m.module for m in mutants))
-    for module in [*modules, "all"]:
-        print(_row(module, mutants, counted, survivors))
-    return 0 if len(survivors) <= 0.05 * len(counted) else 1
-
-
-def _row(module: str, mutants: list[Mutant], counted: list[Mutant], survivors: list[Mutant]) -> str:
-    """A module's line of the table: those that count, how many of them are killed, and those that don't."""
-    whole, tried, alive = (
-        sum(module in (m.module, "all") for m in group) for group in (mutants, counted, survivors)
-    )
-    percent = f"{100 * (tried - alive) / max(tried, 1):.1f} %"
-    return f"{module:16}{tried:8}{percent:>8}{whole - tried:12}"
+    outcomes: list[Outcome] = []
+    for module in modules:
+        outcomes.append(run_module(module, options))
+        if options.keep:  # after each module: all of them take hours
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text(report(outcomes, options) + "\n")
+    print("\n" + report(outcomes, options))
+    survived = sum(len(outcome.survivors) for outcome in outcomes)
+    return 0 if survived <= MOST_SURVIVE * sum(len(o.found) for o in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from bench.mutations import Mutant, source_of
 
+# What a pass says of itself is what it is judged by.
 STATEMENTS = ("error_bound", "has_work", "tolerance", "loss_bound")
+# Where nothing is changed, and why; counted (`left_out`), so that a report can say what it does not cover.
+_STATEMENT = "what a pass says of itself, by which it is judged"
+_MESSAGE = "text: of errors, or put together for names"
+_ASSERTION = "assertions of what can't be otherwise"
+_NAME = "how nodes are called"
+_STRICT = "a second look at lengths that are equal"
 
 
 def by_rule(module: str) -> Iterator[Mutant]:
     """Every change that a rule can make at one place."""
     tree = ast.parse(source_of(module))
-    for position, node in enumerate(_code(tree)):
-        for number, _ in enumerate(_changes(node)):
+    for position, (node, reason) in enumerate(_code(tree)):
+        for number, _ in enumerate(_changes(node) if reason is None else ()):
             changed = copy.deepcopy(tree)
-            target = list(_code(changed))[position]
+            target = list(_code(changed))[position][0]
             before = ast.unparse(target)
             what, replacement = _changes(target)[number]
             _replace(changed, target, replacement)
@@ -27,34 +35,48 @@ def by_rule(module: str) -> Iterator[Mutant]:
             yield Mutant(module, name, ast.unparse(ast.fix_missing_locations(changed)))
 
 
+def left_out(module: str) -> Counter[str]:
+    """How many changes the rules could make and don't, by the reason."""
+    found: Counter[str] = Counter()
+    for node, reason in _code(ast.parse(source_of(module))):
+        if reason is not None:
+            found[reason] += len(_changes(node))
+    return +found
+
+
 def _one_line(code: str) -> str:
     return " ".join(code.split())[:70]
 
 
-def _code(tree: ast.Module) -> Iterator[Any]:
-    """The expressions and statements inside functions; no docstrings, messages or names of nodes, and not
-    what a pass says of itself, which is what it is judged by.
-    """
+def _code(tree: ast.Module) -> Iterator[tuple[Any, str | None]]:
+    """The expressions and statements inside functions, with the reason why one is left as it is."""
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name not in STATEMENTS:
+        if isinstance(function, ast.FunctionDef):
             for statement in function.body:
-                yield from _inside(statement)
+                yield from _inside(statement, _STATEMENT if function.name in STATEMENTS else None)
 
 
-def _inside(node: ast.AST) -> Iterator[Any]:
-    if isinstance(node, ast.keyword) and node.arg in ("strict", "name"):
-        return  # a second look at lengths that are equal; how nodes are called
-    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    if is_text or isinstance(node, ast.Raise | ast.JoinedStr | ast.FunctionDef | ast.Assert):
+def _inside(node: ast.AST, reason: str | None) -> Iterator[tuple[Any, str | None]]:
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    if is_docstring or isinstance(node, ast.FunctionDef):  # which comes by itself
         return
+    reason = reason or _reason(node)
     if hasattr(node, "lineno"):
-        yield node
+        yield node, reason
     for name, child in ast.iter_fields(node):
         if name == "annotation":
             continue
         for each in child if isinstance(child, list) else [child]:
             if isinstance(each, ast.AST):
-                yield from _inside(each)
+                yield from _inside(each, reason)
+
+
+def _reason(node: ast.AST) -> str | None:
+    if isinstance(node, ast.keyword):
+        return {"name": _NAME, "strict": _STRICT}.get(node.arg or "")
+    if isinstance(node, ast.Raise | ast.JoinedStr):
+        return _MESSAGE
+    return _ASSERTION if isinstance(node, ast.Assert) else None
 
 
 _OPERATORS: dict[type, type] = {

@@ -73,5 +73,6 @@ WRITTEN = (
     ),
 )
 EQUIVALENT: dict[str, str] = {
-    "keyword: sorted(outward & flat.users.keys(), key=order.__getitem__) -> sorted(outward & flat.users.keys())": "torch compares nodes by their place in the graph",
+    "keyword: sorted(outward & flat.users.keys(), key=order.__getitem__) "
+    "-> sorted(outward & flat.users.keys())": "torch compares nodes by their place in the graph",
 }
