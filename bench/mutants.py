@@ -13,6 +13,7 @@ import datetime
 import importlib.abc
 import importlib.util
 import os
+import re
 import select
 import signal
 import sys
@@ -47,7 +48,7 @@ class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None]]:
     """Properties, those that concern a module first."""
-    from tests.testing import casts, clipping, scaling
+    from tests.testing import casts, clipping, scaling, statistics
     from tests.testing import properties as p
 
     def holds(name: str) -> Callable[[], None]:
@@ -69,13 +70,22 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         "gradient_sync": synchronised,
         "reduction": synchronised,
         "participation": [holds("participation"), *searches(p.layouts)],
-        "running_stats": [holds("running_stats")],
+        "running_stats": [
+            holds("running_stats"),
+            *searches(
+                statistics.statistics_of_many_buffers, statistics.statistics_of_whole_steps
+            ),
+        ],
         "cast": [*casts.SINGLE, holds("cast")],
         "loss_scale": [*scaling.SINGLE, holds("loss_scale")],
         "overflow": [*scaling.SINGLE, holds("overflow"), *searches(scaling.overflow_of_buckets)],
-        "clip_norm": [clipping.what_is_not_finite, holds("clip_norm")],
+        "clip_norm": [
+            clipping.what_is_not_finite,
+            holds("clip_norm"),
+            *searches(clipping.clipping_by_bucket),
+        ],
         **dict.fromkeys(("compress", "exchange", "codecs", "feedback"), compressed),
-        "powersgd": [holds("compress_powersgd")],
+        "powersgd": [holds("compress_powersgd"), holds("compress_powersgd_forgetful")],
         "rewrite": [
             p.splice_refuses_tensors, p.splice_takes_branches,
             p.splice_takes_numbers, p.splice_tells_arguments_apart, p.model_lines,
@@ -207,7 +217,7 @@ def run_module(module: str, options: argparse.Namespace) -> Outcome:
 
 def _mutants(module: str, options: argparse.Namespace) -> list[Mutant]:
     ruled = list(by_rule(module))[:: options.every]
-    return [m for m in (*by_hand(module), *ruled) if options.only in m.name]
+    return [m for m in (*by_hand(module), *ruled) if re.search(options.only, m.name)]
 
 
 def report(outcomes: list[Outcome], options: argparse.Namespace) -> str:
@@ -244,7 +254,7 @@ def _row(name: str, outcomes: list[Outcome]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modules", default=",".join(PATHS), help="which, separated by commas")
-    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--only", default="", help="mutants in whose name this pattern is found")
     parser.add_argument("--examples", type=int, default=60, help="drawn graphs for each property")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for a mutant")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

@@ -37,4 +37,6 @@ WRITTEN = (
         "graph.write_buffer(spec, graph.buffer(spec))",
     ),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "keyword: max(nodes, key=positions.__getitem__) -> max(nodes)": "torch compares nodes by their place",
+}

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
 
 from fxpasses.effects import is_launch
 from fxpasses.graph import LIMIT_STATE, NORM_STATE, StateSpec
+from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.clip_norm import ClipNorm
-from fxpasses.testing.check import run_over
-from fxpasses.testing.oracles import Run
+from fxpasses.passes.gradient_sync import GradientSync
+from fxpasses.rewrite import Provenance, splice
+from fxpasses.spec import check as check_rules
+from fxpasses.testing.check import run_over, settings
+from fxpasses.testing.oracles import Run, run_pass
+from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph, Leaf
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
@@ -59,6 +67,49 @@ def clipped_as_promised(run: Run) -> None:
             eps = torch.finfo(new[index].dtype).eps
             found = new[index].to(value.dtype)
             torch.testing.assert_close(found, value * factor, rtol=max(1e-4, 2 * eps), atol=1e-7)
+
+
+def clipping_by_bucket(examples: int) -> None:
+    """A reduced bucket is measured and multiplied once, as a whole, where its views are what leaves the graph;
+    where something else is made of one of them, each gradient by itself.
+    """
+
+    @settings(examples)
+    @given(gradient_graphs(), environments(3), SEEDS, st.sets(st.integers(0, 4), max_size=2))
+    def search(
+        source: GradientGraph, environment: dict[str, Any], seed: int, changed: set[int]
+    ) -> None:
+        graph = source.build()
+        for current in (Bucketing(), GradientSync()):
+            current.bind({**environment, "rank": 0}).run(graph)
+        buckets = [n.meta["reduced_bucket"] for n in graph.walk() if "reduced_bucket" in n.meta]
+        own = [g for g in graph.gradients() if g.node.meta["val"].numel()]
+        made = [g for i, g in enumerate(own) if i in changed]
+        for gradient in made:
+            origin = Provenance("test", "square")
+            place = graph.output_node
+            square = splice(graph, place, torch.square, gradient.node, name="s", provenance=origin)
+            graph.set_output(gradient.index, square)
+        others = {gradient.parameter for gradient in made}
+        whole = {frozenset(b.parameters) for b in buckets if not others & set(b.parameters)}
+        single = {frozenset({g.parameter}) for g in own if g.parameter not in set().union(*whole)}
+        bound = ClipNorm(max_norm=1.0, world=environment["world"])
+        run = run_pass([bound] * environment["world"], graph, frozenset({"reduced"}), seed)
+        check_rules(run.after, "clip_norm")
+        clipped_as_promised(run)
+        products = [n for n in run.after.walk() if _rule(n) == "multiply"]
+        parts = {frozenset(n.meta["provenance"].parameters) for n in products}
+        assert parts == whole | single, f"multiplies {parts}, expected {whole} and {single}"
+        if own:
+            assert run.reports[0].counts == {"norms": len(parts), "gradients": len(own)}
+        delivered = {n.meta["reduced_bucket"] for n in products if "reduced_bucket" in n.meta}
+        assert {frozenset(b.parameters) for b in delivered} == whole, "a whole bucket is one still"
+
+    search()
+
+
+def _rule(node: fx.Node) -> str:
+    return getattr(node.meta.get("provenance"), "rule", "")
 
 
 def what_is_not_finite() -> None:

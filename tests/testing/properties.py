@@ -56,6 +56,7 @@ from tests.testing.compression import (
 )
 from tests.testing.faults import BOTH, PAYLOADS, faults_as_promised
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
+from tests.testing.statistics import statistics_as_promised
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -274,7 +275,7 @@ def mean_keeps_large_numbers() -> None:
             assert gradient.tolist() == [expected, expected]
 
 
-# Participation and running statistics
+# Participation
 
 
 def participation_as_promised(run: Run) -> None:
@@ -319,32 +320,6 @@ def _tangents_needed(graph: TrainingGraph) -> list[frozenset[fx.Node]]:
     outputs = graph.outputs("gradient") + graph.outputs("input_gradient")
     found = [frozenset(ancestors([n]) & tangents) for _, n, _ in outputs if n is not None]
     return [needed for needed in found if needed]
-
-
-def statistics_as_promised(run: Run) -> None:
-    """After the backward each rank holds rank 0's floats; launches first, waits last, one a dtype."""
-    current, graph = run.current, run.after
-    assert isinstance(current, RunningStats)
-    specs = [s for s in run.before.written_buffers if s.dtype.is_floating_point]
-    launches = [n for n in graph.walk() if is_launch(n)]
-    waits = [n for n in graph.walk() if is_wait(n)]
-    assert len(launches) == len(waits) == len({s.dtype for s in specs})
-    assert run.reports[0].counts == {"broadcasts": len(launches), "buffers": len(specs)}
-    assert all(n.target is torch.ops._c10d_functional.broadcast.default for n in launches)
-    assert all(n.args[1:] == (0, current.group) and not n.meta.get("reduces") for n in launches)
-    assert sorted(s.name for s in specs) == sorted(r.name for _, r in graph.inputs("state"))
-    assert [w.args[0] for w in waits] == launches
-    own = {n.name for n in run.before.walk()}
-    order = [n.name for n in graph.walk()]
-    at = [order.index(name) for name in own]
-    assert not at or not launches or order.index(launches[-1].name) < min(at)
-    assert not at or not waits or order.index(waits[0].name) > max(at)
-    roles = [role for _, role in graph.inputs()]
-    first = dict(zip(roles, random_inputs(graph, run.seed * 97), strict=True))
-    for row in run.traced_after.results:
-        for at_output, _, role in graph.outputs("state"):
-            assert bitwise(row[at_output], first[role]), f"{role.name} is not rank 0's"
-    assert {r.name for _, _, r in graph.outputs("state")} == {s.name for s in specs}
 
 
 # What each pass may say of its nodes: dumps, bisection and recovery paths go by these names.
@@ -804,13 +779,17 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
         Compress(scheme="powersgd:rank=1"),
         (compressed_as_promised, thin_matrices),
     ),
+    "compress_powersgd_forgetful": (
+        Compress(scheme="powersgd:rank=2:feedback=false"),
+        (compressed_as_promised, thin_matrices),
+    ),
     "clip_norm": (Behind(max_norm=1.0), (clipped_as_promised, says_where_from)),
 }
 
 
 # Where graphs that are drawn for any pass would seldom give it something to do, or something it refuses.
 GRAPHS = {"cast": low_graphs()} | {name: real_graphs() for name in OWN if "compress" in name}
-GRAPHS["compress_powersgd"] = matrix_graphs()
+GRAPHS["compress_powersgd"] = GRAPHS["compress_powersgd_forgetful"] = matrix_graphs()
 
 
 def holds(name: str, examples: int | None = None, programs: int | None = None) -> None:

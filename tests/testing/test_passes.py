@@ -3,7 +3,7 @@
 import pytest
 
 from fxpasses.testing.check import count_of_examples
-from tests.testing import casts, clipping, properties, scaling
+from tests.testing import casts, clipping, properties, scaling, statistics
 
 FEW = count_of_examples(30)
 
@@ -29,6 +29,9 @@ def test_pass(name):
         properties.bucket_limits,
         properties.bucket_layouts,
         scaling.overflow_of_buckets,
+        clipping.clipping_by_bucket,
+        statistics.statistics_of_whole_steps,
+        statistics.statistics_of_many_buffers,
     ],
 )
 def test_several(search):
