@@ -48,7 +48,7 @@ class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None]]:
     """Properties, those that concern a module first."""
-    from tests.testing import casts, clipping, scaling, statistics
+    from tests.testing import casts, clipping, refusals, scaling, statistics
     from tests.testing import properties as p
 
     def holds(name: str) -> Callable[[], None]:
@@ -62,13 +62,14 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         holds("gradient_sync"),
         holds("gradient_sync_at_once"),
         holds("gradient_sync_in_order"),
+        holds("gradient_sync_in_order_at_once"),
         *searches(p.overlap_changes_nothing),
     ]
     compressed = [holds(name) for name in p.OWN if name.startswith("compress_")]
     own: dict[str, list[Callable[[], None]]] = {
         "bucketing": [holds("bucketing"), *searches(p.bucket_layouts, p.bucket_limits, p.layouts)],
         "gradient_sync": synchronised,
-        "reduction": synchronised,
+        "reduction": [*synchronised, holds("compress_int4")],
         "participation": [holds("participation"), *searches(p.layouts)],
         "running_stats": [
             holds("running_stats"),
@@ -82,7 +83,7 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         "clip_norm": [
             clipping.what_is_not_finite,
             holds("clip_norm"),
-            *searches(clipping.clipping_by_bucket),
+            *searches(clipping.clipping_by_bucket, clipping.as_torch_clips),
         ],
         **dict.fromkeys(("compress", "exchange", "codecs", "feedback"), compressed),
         "powersgd": [holds("compress_powersgd"), holds("compress_powersgd_forgetful")],
@@ -93,7 +94,7 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         ],
         "variants": [p.layout_of_a_variant, *searches(p.variants_as_promised)],
     }  # fmt: skip
-    return [p.rules_refuse, *own[module]]
+    return [*searches(refusals.wrong_options), *refusals.SINGLE, *own[module]]
 
 
 def _try(mutant: Mutant, examples: int) -> str:

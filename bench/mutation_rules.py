@@ -27,12 +27,22 @@ def by_rule(module: str) -> Iterator[Mutant]:
         for number, _ in enumerate(_changes(node) if reason is None else ()):
             changed = copy.deepcopy(tree)
             target = list(_code(changed))[position][0]
-            before = ast.unparse(target)
+            before, where = ast.unparse(target), _where(changed, target)
             what, replacement = _changes(target)[number]
             _replace(changed, target, replacement)
             after = ast.unparse(replacement) if replacement is not None else "(nothing)"
-            name = f"{module}:{node.lineno} {what}: {_one_line(before)} -> {_one_line(after)}"
+            name = (
+                f"{module}:{node.lineno} {what}: {_one_line(before)} -> {_one_line(after)}{where}"
+            )
             yield Mutant(module, name, ast.unparse(ast.fix_missing_locations(changed)))
+
+
+def _where(tree: ast.Module, target: ast.AST) -> str:
+    """Around a constant: by itself it does not say what it is for."""
+    if not isinstance(target, ast.Constant):
+        return ""
+    around = next(n for n in ast.walk(tree) if any(c is target for c in ast.iter_child_nodes(n)))
+    return f", in {_one_line(ast.unparse(around))}"
 
 
 def left_out(module: str) -> Counter[str]:

@@ -102,5 +102,5 @@ WRITTEN = (
 )
 EQUIVALENT: dict[str, str] = {
     "comparison: x.dtype.itemsize < 4 -> x.dtype.itemsize <= 4": "fp32 stays fp32",
-    "constant: 4 -> 5": "fp32 stays fp32",
+    "constant: 4 -> 5, in x.dtype.itemsize < 4": "fp32 stays fp32",
 }

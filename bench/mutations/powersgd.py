@@ -13,4 +13,13 @@ WRITTEN = (
     ("residual of what was sent", "else torch.zeros_like(sent)", "else whole - sent"),
     ("too much gain wanted", "_LEAST_GAIN = 2 ", "_LEAST_GAIN = 200 "),
 )
-EQUIVALENT: dict[str, str] = {}
+_ANY_BEGINNING = "where the iteration begins: any numbers do that are no multiples of each other"
+EQUIVALENT: dict[str, str] = {
+    "operator: noise.uniform(noise.key_of(0), positions) - 0.5 "
+    "-> noise.uniform(noise.key_of(0), positions) + 0.5": _ANY_BEGINNING,
+    "arguments: noise.uniform(noise.key_of(0), positions) "
+    "-> noise.uniform(positions, noise.key_of(0))": _ANY_BEGINNING,
+    "constant: 0 -> 1, in noise.key_of(0)": _ANY_BEGINNING,
+    "branch: rest.split([o.numel() for o in others]) if others else () "
+    "-> rest.split([o.numel() for o in others])": "nothing is split into nothing",
+}

@@ -28,5 +28,5 @@ WRITTEN = (
     ("first frame", "frames[-1].split", "frames[0].split"),
 )
 EQUIVALENT: dict[str, str] = {
-    "constant: '_' -> '_x'": "how a branch is called in the module",
+    "constant: '_' -> '_x', in attribute += '_'": "how a branch is called in the module",
 }

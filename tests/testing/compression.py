@@ -251,6 +251,7 @@ def sums_in_order(run: Run) -> None:
     """Bitwise the sum from rank 0 on, of what each rank has in the wire's dtype, in the wider of the two."""
     current = run.current
     assert isinstance(current, GradientSync)
+    _in_two_legs(run)
     if run.world < 3:
         return
     before, after = run.traced_before.results, run.traced_after.results
@@ -267,3 +268,24 @@ def sums_in_order(run: Run) -> None:
         expected, found = total.to(wire).to(own), after[0][gradient.index]
         same = (expected == found) | (expected.isnan() & found.isnan())
         assert bool(same.all()), f"{gradient.parameter} is not summed in the order of the ranks"
+
+
+def _in_two_legs(run: Run) -> None:
+    """From three ranks on; two ranks' sum has one order. A second leg stands behind the next bucket's first,
+    which is on its way then, and the last one behind everything; without overlap each follows its own.
+    """
+    buckets = [n.meta["bucket"].parameters for n in run.before.walk() if "bucket" in n.meta]
+    launches = [n for n in run.after.walk() if is_launch(n)]
+    legs = 2 if run.world > 2 else 1
+    assert len(launches) == legs * len(buckets), f"{len(launches)} for {len(buckets)} buckets"
+    if legs == 1 or not buckets:
+        return
+    names = [n.meta["provenance"].parameters for n in launches]
+    firsts, seconds = [(name, 0) for name in buckets], [(name, 1) for name in buckets]
+    pairs = zip([*firsts[1:], None], seconds, strict=True)
+    late = [leg for pair in pairs for leg in pair if leg is not None]
+    expected = [*firsts[:1], *late]
+    if not run.current.overlap:  # type: ignore[attr-defined]
+        expected = [leg for pair in zip(firsts, seconds, strict=True) for leg in pair]
+    found = [(name, names[:i].count(name)) for i, name in enumerate(names)]
+    assert found == expected, f"sends {found}, expected {expected}"

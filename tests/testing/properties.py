@@ -707,25 +707,6 @@ def model_lines() -> None:
     assert model_line(node) == "/a/n.py:12"
 
 
-def rules_refuse() -> None:
-    """A broken contract of options is refused."""
-    for build in (
-        lambda: Bucketing(mb=0.0),
-        lambda: Bucketing(mb=float("inf")),
-        lambda: Bucketing(mb=-1.0),
-        lambda: GradientSync(reduce="max"),
-        lambda: GradientSync(dtype="int8"),
-        lambda: Cast(dtype="int8"),
-        lambda: Cast(rules="aten.exp=high"),
-    ):
-        try:
-            build()
-        except ValueError as error:
-            assert str(error).startswith("option 'p")
-        else:
-            raise AssertionError("a wrong option went through")
-
-
 def layouts(examples: int) -> None:
     """With an agreed order of parameters, whatever the graph's own."""
 
@@ -768,6 +749,10 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
         (sync_as_promised, division_of_the_mean),
     ),
     "gradient_sync_in_order": (GradientSync(order="fixed"), (sums_in_order, says_where_from)),
+    "gradient_sync_in_order_at_once": (
+        GradientSync(order="fixed", overlap=False),
+        (sums_in_order,),
+    ),
     **{
         f"compress_{words}": (Compress(scheme=words), (compressed_as_promised,))
         for words in (

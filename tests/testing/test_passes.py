@@ -3,7 +3,7 @@
 import pytest
 
 from fxpasses.testing.check import count_of_examples
-from tests.testing import casts, clipping, properties, scaling, statistics
+from tests.testing import casts, clipping, properties, refusals, scaling, statistics
 
 FEW = count_of_examples(30)
 
@@ -30,6 +30,8 @@ def test_pass(name):
         properties.bucket_layouts,
         scaling.overflow_of_buckets,
         clipping.clipping_by_bucket,
+        clipping.as_torch_clips,
+        refusals.wrong_options,
         statistics.statistics_of_whole_steps,
         statistics.statistics_of_many_buffers,
     ],
@@ -48,7 +50,7 @@ def test_several(search):
         properties.splice_takes_numbers,
         properties.splice_tells_arguments_apart,
         properties.model_lines,
-        properties.rules_refuse,
+        *refusals.SINGLE,
         clipping.what_is_not_finite,
         *casts.SINGLE,
         *scaling.SINGLE,
