@@ -48,7 +48,7 @@ class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None]]:
     """Properties, those that concern a module first."""
-    from tests.testing import casts, clipping, refusals, scaling, statistics
+    from tests.testing import casts, clipping, readers, refusals, scaling, scheduling, statistics
     from tests.testing import properties as p
 
     def holds(name: str) -> Callable[[], None]:
@@ -63,13 +63,17 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
         holds("gradient_sync_at_once"),
         holds("gradient_sync_in_order"),
         holds("gradient_sync_in_order_at_once"),
-        *searches(p.overlap_changes_nothing),
+        *searches(p.overlap_changes_nothing, readers.readers_of_buckets),
     ]
     compressed = [holds(name) for name in p.OWN if name.startswith("compress_")]
     own: dict[str, list[Callable[[], None]]] = {
         "bucketing": [holds("bucketing"), *searches(p.bucket_layouts, p.bucket_limits, p.layouts)],
         "gradient_sync": synchronised,
-        "reduction": [*synchronised, holds("compress_int4")],
+        "reduction": [
+            *synchronised,
+            holds("compress_int4"),
+            *searches(clipping.clipping_by_bucket),
+        ],
         "participation": [holds("participation"), *searches(p.layouts)],
         "running_stats": [
             holds("running_stats"),
@@ -92,6 +96,9 @@ def _checks(module: str, examples: int, programs: int) -> list[Callable[[], None
             p.splice_takes_numbers, p.splice_tells_arguments_apart, p.model_lines,
             *searches(p.splice_inlines), holds("bucketing"),
         ],
+        "schedule": searches(scheduling.schedules),
+        "tasks": [*scheduling.SINGLE, *searches(scheduling.tasks_as_promised)],
+        "solve": [lambda: scheduling.solutions(5 * examples)],
         "variants": [p.layout_of_a_variant, *searches(p.variants_as_promised)],
     }  # fmt: skip
     return [*searches(refusals.wrong_options), *refusals.SINGLE, *own[module]]

@@ -18,13 +18,16 @@ _MESSAGE = "text: of errors, or put together for names"
 _ASSERTION = "assertions of what can't be otherwise"
 _NAME = "how nodes are called"
 _STRICT = "a second look at lengths that are equal"
+_SYMMETRIC = "arguments that may stand either way round: of max, min, promote_types"
 
 
 def by_rule(module: str) -> Iterator[Mutant]:
     """Every change that a rule can make at one place."""
     tree = ast.parse(source_of(module))
     for position, (node, reason) in enumerate(_code(tree)):
-        for number, _ in enumerate(_changes(node) if reason is None else ()):
+        for number, (kind, _) in enumerate(_changes(node)):
+            if reason or _why_not(node, kind):
+                continue
             changed = copy.deepcopy(tree)
             target = list(_code(changed))[position][0]
             before, where = ast.unparse(target), _where(changed, target)
@@ -49,9 +52,15 @@ def left_out(module: str) -> Counter[str]:
     """How many changes the rules could make and don't, by the reason."""
     found: Counter[str] = Counter()
     for node, reason in _code(ast.parse(source_of(module))):
-        if reason is not None:
-            found[reason] += len(_changes(node))
-    return +found
+        found.update(filter(None, (reason or _why_not(node, kind) for kind, _ in _changes(node))))
+    return found
+
+
+def _why_not(node: ast.AST, kind: str) -> str | None:
+    """Why one change at a node is not made."""
+    is_swap = kind == "arguments" and isinstance(node, ast.Call)
+    name = ast.unparse(node.func).rpartition(".")[2] if is_swap else ""
+    return _SYMMETRIC if name in ("max", "min", "promote_types") else None
 
 
 def _one_line(code: str) -> str:

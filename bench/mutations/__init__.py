@@ -28,6 +28,9 @@ from bench.mutations import (
     reduction,
     rewrite,
     running_stats,
+    schedule,
+    solve,
+    tasks,
     variants,
 )
 
@@ -50,6 +53,9 @@ MODULES: dict[str, ModuleType] = {
     "powersgd": powersgd,
     "rewrite": rewrite,
     "variants": variants,
+    "passes.schedule": schedule,
+    "schedule.tasks": tasks,
+    "schedule.solve": solve,
 }
 PATHS = {path.rpartition(".")[2]: f"fxpasses.{path}" for path in MODULES}
 _SAID = {path.rpartition(".")[2]: said for path, said in MODULES.items()}

@@ -90,4 +90,6 @@ WRITTEN = (
         "return _permute(value, permutation).clone().reshape(-1)",
     ),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "constant: 0 -> 1, in (layout.index(g.parameter), 0)": "the same number beside each place",
+}

@@ -117,6 +117,4 @@ WRITTEN = (
         'return Report(False, {"lowered"',
     ),
 )
-EQUIVALENT: dict[str, str] = {
-    "arguments: min(most, 1) -> min(1, most)": "the smaller of the two, either way",
-}
+EQUIVALENT: dict[str, str] = {}

@@ -75,4 +75,7 @@ WRITTEN = (
 EQUIVALENT: dict[str, str] = {
     "keyword: sorted(outward & flat.users.keys(), key=order.__getitem__) "
     "-> sorted(outward & flat.users.keys())": "torch compares nodes by their place in the graph",
+    "branch: arrived if self.legs == 1 else arrived[:numel] -> arrived[:numel]": (
+        "in one leg as much arrives as the bucket holds"
+    ),
 }

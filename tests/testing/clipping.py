@@ -81,7 +81,7 @@ def clipping_by_bucket(examples: int) -> None:
     @settings(examples)
     @given(
         gradient_graphs(),
-        environments(3),
+        environments(5),
         SEEDS,
         st.sets(st.integers(0, 4), max_size=2),
         st.sampled_from(("any", "fixed")),

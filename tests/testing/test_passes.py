@@ -3,7 +3,16 @@
 import pytest
 
 from fxpasses.testing.check import count_of_examples
-from tests.testing import casts, clipping, properties, refusals, scaling, statistics
+from tests.testing import (
+    casts,
+    clipping,
+    properties,
+    readers,
+    refusals,
+    scaling,
+    scheduling,
+    statistics,
+)
 
 FEW = count_of_examples(30)
 
@@ -31,7 +40,11 @@ def test_pass(name):
         scaling.overflow_of_buckets,
         clipping.clipping_by_bucket,
         clipping.as_torch_clips,
+        readers.readers_of_buckets,
         refusals.wrong_options,
+        scheduling.schedules,
+        scheduling.solutions,
+        scheduling.tasks_as_promised,
         statistics.statistics_of_whole_steps,
         statistics.statistics_of_many_buffers,
     ],
@@ -51,6 +64,7 @@ def test_several(search):
         properties.splice_tells_arguments_apart,
         properties.model_lines,
         *refusals.SINGLE,
+        *scheduling.SINGLE,
         clipping.what_is_not_finite,
         *casts.SINGLE,
         *scaling.SINGLE,
