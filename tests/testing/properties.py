@@ -86,6 +86,10 @@ def buckets_as_promised(run: Run) -> None:
         assert bucket.model_line == model_line(_producer(run, bucket.parameters[-1]))
         assert node.meta["provenance"].parameters == bucket.parameters
     assert run.reports[0].counts == {"buckets": len(flats), "gradients": sum(map(len, expected))}
+    for gradient in graph.gradients():
+        if numel(gradient):
+            origin = gradient.node.meta["provenance"]
+            assert origin.rule == "unflatten" and gradient.parameter in origin.parameters
     _stand_right_behind(run, flats)
     _layouts_kept(run)
 
