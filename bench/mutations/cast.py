@@ -97,7 +97,11 @@ WRITTEN = (
         "lowered.difference_update(parts, *(p.users for p in parts if _is_tuple(p)))",
         "pass",
     ),
-    ("moved values are cast behind", "if moves and node.users and all(", "if False and all("),
+    (
+        "moved values are cast behind",
+        "if _is_cast_anyway(node, late | lowered, lowered, low):",
+        "if False:",
+    ),
     (
         "low in every sum",
         "if (name in PROMOTES and _promotes(node, sources)) or (",
@@ -106,10 +110,14 @@ WRITTEN = (
     ("sums are given casts", "if (name in PROMOTES and _promotes(node, sources)) or (", "if ("),
     (
         "compares rounded numbers",
-        "return exact and all(_dtype(n) == low",
-        "return all(_dtype(n) == low",
+        "return exact and operator_name(node) in COMPARES",
+        "return operator_name(node) in COMPARES",
     ),
-    ("comparisons are given casts", "name in COMPARES and _compares_low(node, self._low)", "False"),
+    (
+        "comparisons are given casts",
+        "_compares_exactly(node, low) and all(_dtype(n) == low for n in node.all_input_nodes)",
+        "False",
+    ),
     ("casts of masks are counted", "self.count += not (constant or mask)", "self.count += 1"),
     (
         "says it changed nothing",

@@ -24,5 +24,7 @@ WRITTEN = (
     ("says it changed nothing", "            True,\n", "            False,\n"),
 )
 EQUIVALENT: dict[str, str] = {
+    "keyword: min((bucket.readers[0] for bucket in buckets), key=order.__getitem__) "
+    "-> min((bucket.readers[0] for bucket in buckets))": "torch compares nodes by their place",
     "by hand: buckets backwards": "a launch stands behind its own bucket",
 }

@@ -1,11 +1,12 @@
 """Mutants of `fxpasses.passes.schedule`: see `bench.mutations`."""
 
 WRITTEN = (
+    ("waits stand where they are planned", "order = held_back(program, order, cap)", "pass"),
     ("moves where ranks differ", "if self.layout is not None:", "if False:"),
     ("no cap", "else int(self.memory_mb * 2**20)", "else None"),
     (
         "moves what is no better",
-        "return as_it_is if fits and not better else order",
+        "return order if better else as_it_is",
         "return order",
     ),
     ("waits are not postponed", "postponed(best, late, cap)", "best"),

@@ -15,7 +15,7 @@ WRITTEN = (
     ),
     (
         "the bound is the schedule's",
-        "return Solution(best, min(bound, best.makespan), given)",
+        "return Solution(best, best.makespan if proven else min(bound, best.makespan), given)",
         "return Solution(best, best.makespan * 1.5, given)",
     ),
     ("postponed at any price", "tried.makespan <= schedule.makespan * (1 + 1e-12)", "True"),

@@ -4,7 +4,7 @@ WRITTEN = (
     ("a resource runs two at once", "start = free.get(task.resource, 0.0)", "start = 0.0"),
     ("dependencies ignored", "            if ends[j] > start:\n", "            if False:\n"),
     ("released at its own end", "released[j] = max(released[j], self.ends[i])", "pass"),
-    ("what starts comes first", "for _, change in sorted(changes):", "for _, change in changes:"),
+    ("what starts comes first", "return sorted(changes)", "return changes"),
     ("room is not waited for", "or held + task.memory > memory_cap):", "or False):"),
     ("the last release counts", "released[j] = max(released[j], end)", "released[j] = end"),
     ("held for ever", "held -= tasks[j].memory\n    return peak", "pass\n    return peak"),
