@@ -69,10 +69,19 @@ class Scheduling(Pass):
         best = solve(program.tasks, cap).schedule
         late = [i for i, work in enumerate(program.works) if work.kind in (WAIT, CODEC)]
         order = launched(program, postponed(best, late, cap))
+        if cap is not None:
+            order = held_back(program, order, cap)
         before, after = queued(program.tasks, as_it_is), queued(program.tasks, order)
         better = after.makespan < before.makespan * (1 - _WORTH_IT)
-        fits = cap is None or before.peak_memory <= cap
-        return as_it_is if fits and not better else order
+        if cap is None:
+            return order if better else as_it_is
+        if min(before.peak_memory, after.peak_memory) > cap:
+            raise ValueError(
+                f"no order was found that holds at most {cap:,} bytes at once; the order given needs "
+                f"{before.peak_memory:,}"
+            )
+        keeps = after.peak_memory <= cap
+        return order if keeps and (better or before.peak_memory > cap) else as_it_is
 
 
 def launched(program: Program, schedule: Schedule) -> list[int]:
@@ -90,6 +99,28 @@ def launched(program: Program, schedule: Schedule) -> list[int]:
         elif program.works[i].kind != LINK:
             order.append(i)
     return order
+
+
+def held_back(program: Program, order: Sequence[int], memory_cap: int) -> list[int]:
+    """The order with waits so early that no more is held at once, if that helps. A plan may let a task wait for
+    room; a program goes on behind a launch, whatever is on its way, and stops at waits alone.
+    """
+    found = list(order)
+    while (above := queued(program.tasks, found).first_above(memory_cap)) is not None:
+        # A link stands behind its launch.
+        place = found.index(above) - (program.works[above].kind == LINK)
+        launched_before = set(found[:place])
+        waits = (
+            at
+            for at in range(place, len(found))
+            if program.works[found[at]].kind == WAIT
+            and launched_before.issuperset(program.tasks[found[at]].after)
+        )
+        at = next(waits, None)
+        if at is None:
+            break
+        found.insert(place, found.pop(at))
+    return found
 
 
 def reorder(graph: TrainingGraph, program: Program, order: Sequence[int]) -> None:

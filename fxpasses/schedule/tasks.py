@@ -62,18 +62,33 @@ class Schedule:
     @functools.cached_property
     def peak_memory(self) -> int:
         """The most bytes that are held at once."""
+        held = peak = 0
+        for _, change, _ in self._changes:
+            held += change
+            peak = max(peak, held)
+        return peak
+
+    def first_above(self, memory_cap: int) -> int | None:
+        """Position of the first task at whose start more bytes than that are held."""
+        held = 0
+        for _, change, i in self._changes:
+            held += change
+            if held > memory_cap:
+                return i
+        return None
+
+    @functools.cached_property
+    def _changes(self) -> list[tuple[float, int, int]]:
+        """(when, by how many bytes, whose) of what is held, in order."""
         released = list(self.ends)
         for i, task in enumerate(self.tasks):
             for j in task.after:
                 released[j] = max(released[j], self.ends[i])
         # At one moment what ends makes room before what starts takes it.
-        changes = [(s, t.memory) for s, t in zip(self.starts, self.tasks, strict=True)]
-        changes += [(r, -t.memory) for r, t in zip(released, self.tasks, strict=True)]
-        held = peak = 0
-        for _, change in sorted(changes):
-            held += change
-            peak = max(peak, held)
-        return peak
+        everything = range(len(self.tasks))
+        changes = [(self.starts[i], self.tasks[i].memory, i) for i in everything]
+        changes += [(released[i], -self.tasks[i].memory, i) for i in everything]
+        return sorted(changes)
 
     def busy(self, resource: str) -> float:
         """Seconds for which a resource is occupied."""

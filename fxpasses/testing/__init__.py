@@ -31,6 +31,7 @@ _HOME = {
     "property_test": "fxpasses.testing.check",
     "random_inputs": "fxpasses.testing.values",
     "run_world": "fxpasses.testing.world",
+    "whole_steps": "fxpasses.testing.strategies",
 }
 __all__ = sorted([*_HOME, "Captured", "capture", "exported"])
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from fxpasses.testing.program import Program as Program
     from fxpasses.testing.strategies import gradient_graphs as gradient_graphs
     from fxpasses.testing.strategies import programs as programs
+    from fxpasses.testing.strategies import whole_steps as whole_steps
     from fxpasses.testing.synthetic import GradientGraph as GradientGraph
     from fxpasses.testing.synthetic import Leaf as Leaf
     from fxpasses.testing.synthetic import Step as Step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hypothesis import strategies as st
@@ -36,6 +37,12 @@ def gradient_graphs(max_steps: int = 6, max_gradients: int = 5) -> st.SearchStra
         input_gradients=st.lists(_POSITIONS, max_size=2).map(tuple),
         buffers=st.lists(_BUFFERS, max_size=4).map(tuple),
     )
+
+
+def whole_steps(max_steps: int = 6) -> st.SearchStrategy[GradientGraph]:
+    """Graphs of functions that call `backward()`: no tangents, and the buffers are written in the graph."""
+    graphs = gradient_graphs(max_steps).filter(lambda graph: graph.gradients or graph.buffers)
+    return graphs.map(lambda graph: dataclasses.replace(graph, whole_step=True))
 
 
 def _gradients(least: int, most: int) -> st.SearchStrategy[tuple[int | None, ...]]:

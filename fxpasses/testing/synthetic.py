@@ -74,6 +74,8 @@ class GradientGraph:
         gradients: for each parameter the position of its gradient among the values; None: it has none.
         input_gradients: positions of the gradients of inputs, which nobody reduces.
         buffers: those that the forward wrote.
+        whole_step: whether this is the graph of a function that calls `backward()`: then it has inputs in place
+            of tangents, and writes the buffers itself.
     """
 
     tangents: tuple[Leaf, ...]
@@ -82,6 +84,7 @@ class GradientGraph:
     saved: tuple[Leaf, ...] = ()
     input_gradients: tuple[int, ...] = ()
     buffers: tuple[Leaf, ...] = ()
+    whole_step: bool = False
 
     def build(self) -> TrainingGraph:
         """The graph; each build is a new one, equal to the others."""
@@ -207,25 +210,41 @@ class _Builder:
         self.graph = fx.Graph()
         self.values: list[fx.Node] = []
         self.degrees: dict[fx.Node, int] = {}
+        self.written: list[fx.Node] = []
 
     def build(self) -> TrainingGraph:
-        for kind, leaves in (("tangent", self.spec.tangents), ("saved", self.spec.saved)):
+        first = "input" if self.spec.whole_step else "tangent"
+        for kind, leaves in ((first, self.spec.tangents), ("saved", self.spec.saved)):
             for position, leaf in enumerate(leaves):
-                self.values.append(self._placeholder(f"{kind}s_{position}", kind, leaf))
-                self.degrees[self.values[-1]] = int(kind == "tangent")
+                name = f"{kind}s_{position}"
+                self.values.append(self._placeholder(name, Role(kind, name), leaf))
+                self.degrees[self.values[-1]] = int(kind == first)
+        held = self._held_buffers()
         for step in self.spec.steps:
             self.values.append(self._step(step))
+            self._write_next(held)
+        while held:
+            self._write_next(held)
         values, roles = zip(*self._outputs(), strict=True) if self._outputs() else ((), ())
         self.graph.output(tuple(values)).meta["roles"] = tuple(roles)
         module = fx.GraphModule(torch.nn.Module(), self.graph)
         module.meta.update(fake_mode=self.mode, written_buffers=self._buffers())
         return TrainingGraph(module)
 
-    def _placeholder(self, name: str, kind: str, leaf: Leaf) -> fx.Node:
+    def _placeholder(self, name: str, role: Role, leaf: Leaf) -> fx.Node:
         node = self.graph.placeholder(name)
         with self.mode:
-            node.meta.update(role=Role(kind, name), val=leaf.empty())
+            node.meta.update(role=role, val=leaf.empty())
         return node
+
+    def _held_buffers(self) -> list[fx.Node]:
+        """The inputs that a whole step is going to write."""
+        held = enumerate(self.spec.buffers if self.spec.whole_step else ())
+        return [self._placeholder(f"buffers_{i}", Role("buffer", _buffer(i)), b) for i, b in held]
+
+    def _write_next(self, held: list[fx.Node]) -> None:
+        if held:
+            self.written.append(self._call(aten.add.Tensor, (held.pop(0), 1), {}))
 
     def _pick(self, position: int) -> fx.Node:
         return self.values[position % len(self.values)]
@@ -251,6 +270,9 @@ class _Builder:
         return node
 
     def _outputs(self) -> list[tuple[fx.Node | None, Role]]:
+        written: list[tuple[fx.Node | None, Role]] = [
+            (node, Role("mutation", _buffer(i))) for i, node in enumerate(self.written)
+        ]
         own = [
             (None if at is None else self._pick(at), Role("gradient", parameter_name(i)))
             for i, at in enumerate(self.spec.gradients)
@@ -259,18 +281,22 @@ class _Builder:
             (self._pick(at), Role("input_gradient", f"x{i}"))
             for i, at in enumerate(self.spec.input_gradients)
         ]
-        return own + inputs
+        return written + own + inputs
 
     def _buffers(self) -> tuple[StateSpec, ...]:
         cpu = torch.device("cpu")
         return tuple(
-            StateSpec(BUFFER_STATE, f"norm{i}.running", b.shape, getattr(torch, b.dtype), cpu)
+            StateSpec(BUFFER_STATE, _buffer(i), b.shape, getattr(torch, b.dtype), cpu)
             for i, b in enumerate(self.spec.buffers)
         )
 
 
 def parameter_name(position: int) -> str:
     return f"layer{position}.weight"
+
+
+def _buffer(position: int) -> str:
+    return f"norm{position}.running"
 
 
 def _render(spec: GradientGraph) -> str:
@@ -288,7 +314,7 @@ def _render(spec: GradientGraph) -> str:
     roles = ", ".join(f"{role.kind} {role.name}" for _, _, role in graph.outputs())
     lines += ["", "", f"# outputs: {roles or 'none'}"]
     lines += [f"# writes: {b.name} {b.dtype}{list(b.shape)}" for b in graph.written_buffers]
-    leaves = spec.tangents + spec.saved
+    leaves = spec.tangents + spec.saved + (spec.buffers if spec.whole_step else ())
     lines += [
         f"{n.name} = {leaf.source()}" for (n, _), leaf in zip(graph.inputs(), leaves, strict=True)
     ]

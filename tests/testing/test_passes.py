@@ -3,7 +3,16 @@
 import pytest
 
 from fxpasses.testing.check import count_of_examples
-from tests.testing import casts, clipping, properties, scaling
+from tests.testing import (
+    casts,
+    clipping,
+    properties,
+    readers,
+    refusals,
+    scaling,
+    scheduling,
+    statistics,
+)
 
 FEW = count_of_examples(30)
 
@@ -29,6 +38,15 @@ def test_pass(name):
         properties.bucket_limits,
         properties.bucket_layouts,
         scaling.overflow_of_buckets,
+        clipping.clipping_by_bucket,
+        clipping.as_torch_clips,
+        readers.readers_of_buckets,
+        refusals.wrong_options,
+        scheduling.schedules,
+        scheduling.solutions,
+        scheduling.tasks_as_promised,
+        statistics.statistics_of_whole_steps,
+        statistics.statistics_of_many_buffers,
     ],
 )
 def test_several(search):
@@ -45,7 +63,8 @@ def test_several(search):
         properties.splice_takes_numbers,
         properties.splice_tells_arguments_apart,
         properties.model_lines,
-        properties.rules_refuse,
+        *refusals.SINGLE,
+        *scheduling.SINGLE,
         clipping.what_is_not_finite,
         *casts.SINGLE,
         *scaling.SINGLE,

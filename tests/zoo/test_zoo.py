@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,6 +150,40 @@ def test_what_the_default_pipeline_sends(fake_world, entry, bucket_mb):
     check_broadcasts(graph, model)
     known = (C10D.all_reduce.default, C10D.broadcast.default)
     assert all(node.target in known for node in graph.walk() if is_launch(node))
+
+
+# Further options, by rank 0's graph in a world of four: one architecture each, or FXPASSES_ZOO=all of them.
+FURTHER: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt", {"compression": "int8"}, "int8"),
+    ("resnet", {"compression": "int4"}, "int4"),
+    ("lstm_lm", {"compression": "topk"}, "topk"),
+    ("bert", {"compression": "powersgd"}, "powersgd"),
+    ("moe", {"guards": "all"}, "guards"),
+    ("vit", {"compression": "int8", "schedule": "auto"}, "schedule"),
+]
+if os.environ.get("FXPASSES_ZOO") == "all":
+    FURTHER = [(name, options, row) for _, options, row in FURTHER for name in ZOO]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "row"), FURTHER, ids=[f"{row}-{name}" for name, _, row in FURTHER]
+)
+def test_what_further_options_send(fake_world, name, options, row):
+    """The rules hold after every pass, each trained parameter is reduced once, and codes are fewer bytes."""
+    captured = captured_loss(ZOO[name])[1]
+    pipeline = build(Hardening(**options), fake_world, WORLD, rank=0)
+    for stage in STAGES:
+        graph = TrainingGraph(copy.deepcopy(getattr(captured, stage).module))
+        pipeline.run(stage, graph, [CheckRules()])
+    reducing = [n for n in graph.walk() if is_launch(n) and n.meta.get("reduces")]
+    carried = {n.meta["provenance"].parameters for n in reducing}
+    parameters = trained(captured_loss(ZOO[name])[0])
+    assert sorted(x for names in carried for x in names) == sorted(
+        g.parameter for g in captured.backward.gradients()
+    )
+    sent = sum(n.args[0].meta["val"].nbytes for n in reducing)
+    dense = FLOAT_BYTES * sum(p.numel() for p in parameters.values())
+    assert sent < dense / 2 if "compression" in options else sent == dense
 
 
 # Training, one process
