@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from fxpasses.runtimes import runtime
+from fxpasses.owners import runtime
 
 
 def model_of(width: int, layers: int) -> nn.Sequential:

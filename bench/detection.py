@@ -1,18 +1,21 @@
 """What guards notice of bit flips: products, payloads, gradients, parameters; clean steps; what checks cost.
 
-    python -m bench.detection                     # 3,000 harmful trials, 10,000 clean steps
-    python -m bench.detection --harmful 100 --clean 100 --cost-steps 20
+    python -m bench.detection [--keep]            # 3,000 harmful trials for each dtype, 10,000 clean steps
+    python -m bench.detection --harmful 10 --clean 100 --cost-steps 20
 
 One process; a small GPT (`bench.gpt`). A trial is harmful if outputs or gradients change by more than 1e-4
 (relative, in norm). Payloads and replicas are checked by the guards' own tensor code, on two ranks' tensors.
+`--keep` also adds what it prints to bench/results/detection.txt, under its date.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import datetime
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,14 @@ from fxpasses.guards.replicas import digest
 
 TOLERANCE = 1e-4
 PRODUCTS = ("mm", "addmm", "bmm")
+GUARDS = "products,gradients,values=1e3,on=skip"  # all that see a single process
+RESULTS = Path(__file__).parent / "results" / "detection.txt"
+_lines: list[str] = []
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+    _lines.append(line)
 
 
 class Small(nn.Module):
@@ -55,7 +66,7 @@ def flips(
 ) -> None:
     """Harmful flips at one kind of place, and who noticed."""
     torch._dynamo.reset()
-    trials = trials_of(model, phases, precision, args.width, "products,values=1e3,on=skip")
+    trials = trials_of(model, phases, precision, args.width, GUARDS)
     found: collections.Counter[str] = collections.Counter()
     by_bit: dict[str, list[int]] = {}
     missed: collections.Counter[str] = collections.Counter()
@@ -77,24 +88,26 @@ def flips(
             missed[f"{shot.site.operator} bit {max(shot.bits)}"] += 1
     detected = total - found["undetected"]
     low, high = wilson(detected, total)
-    print(
+    say(
         f"{place} | {model} | {precision} | {trial} trials | {total} harmful | {detected} detected "
         f"({detected / max(total, 1):.2%}, {low:.2%} to {high:.2%})"
     )
-    print("    by guard:", {k: v for k, v in found.items() if k not in ("clean", "undetected")})
-    print("    by bit:", {bit: f"{a}/{b}" for bit, (a, b) in sorted(by_bit.items())})
+    noticed = {guard: n for guard, n in found.items() if guard not in ("clean", "undetected")}
+    say(f"    by guard: {noticed}")
+    shares = {bit: f"{a}/{b}" for bit, (a, b) in sorted(by_bit.items())}
+    say(f"    by bit: {shares}")
     if missed:
-        print("    undetected:", dict(missed.most_common(8)))
+        say(f"    undetected: {dict(missed.most_common(8))}")
 
 
 def clean_steps(args: argparse.Namespace, precision: str) -> None:
     """Alarms where there was no fault: other batches, and parameters that change."""
     torch._dynamo.reset()
     model = Small(args.width, 2)
-    options = {"guards": "products,values=1e3,on=skip", "precision": precision}
+    options = {"guards": GUARDS, "precision": precision}
     compiled = torch.compile(model, backend="hardened_aot_eager", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    from fxpasses.runtimes import runtime
+    from fxpasses.owners import runtime
 
     generator = torch.Generator().manual_seed(2)
     for _ in range(args.clean):
@@ -103,7 +116,8 @@ def clean_steps(args: argparse.Namespace, precision: str) -> None:
         optimizer.zero_grad()
     alarms = runtime(model).alarms
     assert alarms is not None
-    print(f"clean steps | {precision} | {args.clean} steps | {len(alarms.events)} alarms")
+    raised = len(alarms.events) + alarms.forgotten
+    say(f"clean steps | {precision} | {args.clean} steps | {raised} alarms")
 
 
 def replicas(args: argparse.Namespace, dtype: torch.dtype) -> None:
@@ -116,7 +130,7 @@ def replicas(args: argparse.Namespace, dtype: torch.dtype) -> None:
         struck, _ = strike(x, torch.tensor(row), fault, 1)
         noticed += digest(struck).tolist() != clean
     name = str(dtype).removeprefix("torch.")
-    print(
+    say(
         f"replicas | bitflip of 1 to 3 bits | {name} | {args.harmful} trials | {noticed} noticed at the "
         "next digest"
     )
@@ -144,8 +158,8 @@ def payloads(args: argparse.Namespace) -> None:
             harmful += 1
             wrong = bool(_differ(total, sums, torch.finfo(torch.float32).eps))
             dense += wrong
-    print(f"payloads, sealed | {args.harmful} trials | {noticed} noticed")
-    print(f"payloads, dense fp32 | {args.harmful} trials | {harmful} harmful | {dense} noticed")
+    say(f"payloads, sealed | {args.harmful} trials | {noticed} noticed")
+    say(f"payloads, dense fp32 | {args.harmful} trials | {harmful} harmful | {dense} noticed")
 
 
 def cost(args: argparse.Namespace) -> None:
@@ -155,6 +169,7 @@ def cost(args: argparse.Namespace) -> None:
     variants: dict[str, dict[str, Any]] = {
         "plain": {},
         "products": {"guards": "products,on=skip"},
+        "gradients": {"guards": "gradients,on=skip"},
         "disarmed faults": {"faults": [never, never.replace("gradient", "forward")]},
         "disarmed fault, one gradient": {"faults": never.replace("gradient", "gradient:0.weight")},
     }
@@ -185,7 +200,7 @@ def cost(args: argparse.Namespace) -> None:
             seconds[name].append(time.perf_counter() - started)
     for name in steps:
         ratios = [a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)]
-        print(
+        say(
             f"cost | {name} | {statistics.median(seconds[name]) * 1e3:.2f} ms | "
             f"{statistics.median(ratios):.3f}x"
         )
@@ -194,7 +209,7 @@ def cost(args: argparse.Namespace) -> None:
     for p in parameters:
         digest(p)
     share = (time.perf_counter() - started) / statistics.median(seconds["plain"])
-    print(
+    say(
         f"cost | a digest of all parameters | {share:.1%} of a step; every 100 steps {share / 100:.3%}"
     )
 
@@ -203,15 +218,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--harmful", type=int, default=3000)
+    parser.add_argument("--harmful", type=int, default=375, help="of each of 8 places and faults")
     parser.add_argument("--clean", type=int, default=10_000)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--cost-width", type=int, default=512)
     parser.add_argument("--cost-steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--only", default="", help="flips, clean, replicas, payloads or cost")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    say(f"{datetime.date.today()}, torch {torch.__version__}, {args.only or 'all'}")
     parts = {
         "flips": lambda: [
             flips(args, place, model, phases, precision)
@@ -227,12 +244,15 @@ def main() -> None:
     for name, part in parts.items():
         if args.only in ("", name):
             part()
+    if args.keep:
+        RESULTS.parent.mkdir(exist_ok=True)
+        with RESULTS.open("a") as file:
+            file.write("\n".join([*_lines, "", ""]))
 
 
 PLACES = {
     "products, forward": [f"forward,op={op}" for op in PRODUCTS],
     "products, backward": [f"backward,op={op}" for op in PRODUCTS],
-    # Struck behind what makes them: no guard but that of values looks there.
     "gradients": ["gradient"],
     "any operator": ["forward", "backward"],
 }

@@ -22,7 +22,7 @@ _HOME = {
     "join": "fxpasses.distributed.join",
     "optimizer": "fxpasses.atomic_update",
     "register_pass": "fxpasses.registry",
-    "runtime": "fxpasses.runtimes",
+    "runtime": "fxpasses.owners",
     "splice": "fxpasses.rewrite",
 }
 __all__ = sorted(_HOME)
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from fxpasses.graph import Role as Role
     from fxpasses.graph import TrainingGraph as TrainingGraph
     from fxpasses.nonfinite import explain_nonfinite as explain_nonfinite
+    from fxpasses.owners import runtime as runtime
     from fxpasses.passes.base import Pass as Pass
     from fxpasses.passes.base import Report as Report
     from fxpasses.registry import register_pass as register_pass
     from fxpasses.rewrite import splice as splice
-    from fxpasses.runtimes import runtime as runtime
 
 
 def __getattr__(name: str) -> Any:

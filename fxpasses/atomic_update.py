@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpasses.interrupts import uninterrupted
-from fxpasses.runtimes import DECIDES_ON_DEVICE, runtimes_of, watch_optimizers
+from fxpasses.owners import DECIDES_ON_DEVICE, runtimes_of, watch_optimizers
 
 LOW = (torch.bfloat16, torch.float16)
 MASTER = "master"

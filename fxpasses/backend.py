@@ -23,7 +23,7 @@ from fxpasses.dynamo import (
 from fxpasses.faults.spec import UPDATE, parse_faults
 from fxpasses.forward_state import add_states, states_of
 from fxpasses.guards.option import RECOMPUTE, parse_guards
-from fxpasses.runtimes import watch_optimizers
+from fxpasses.owners import watch_optimizers
 from fxpasses.unit import Unit
 
 own_settings()

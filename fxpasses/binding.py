@@ -18,7 +18,8 @@ from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Plan
 from fxpasses.faults.arming import Faults
 from fxpasses.guards.alarms import Alarms
-from fxpasses.runtimes import Runtime, owner_of, owns
+from fxpasses.owners import owner_of, owns
+from fxpasses.runtimes import Runtime
 from fxpasses.scaler import Scaler, make_scaler
 from fxpasses.unit import Unit, form_of
 

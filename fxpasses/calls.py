@@ -37,8 +37,8 @@ from fxpasses.graph import (
 )
 from fxpasses.guards.alarms import Alarms
 from fxpasses.guards.replay import guarded, recomputes
+from fxpasses.owners import owner_of
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
-from fxpasses.runtimes import owner_of
 from fxpasses.state import STORE
 from fxpasses.synchronise import Way, choose
 from fxpasses.unit import Backward, Unit

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fxpasses.config import LossScale
-from fxpasses.runtimes import Runtime, runtime, runtimes_of
+from fxpasses.owners import runtime, runtimes_of
+from fxpasses.runtimes import Runtime
 from fxpasses.scaler import Scaler
 
 

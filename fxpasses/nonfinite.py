@@ -26,8 +26,8 @@ from fxpasses import pipeline
 from fxpasses.config import Hardening, LossScale
 from fxpasses.distributed.group import Group
 from fxpasses.dynamo import describe_inputs, mark_precision, user_errors_visible
+from fxpasses.owners import runtime
 from fxpasses.probe import Nonfinite, Probe, kind_of
-from fxpasses.runtimes import runtime
 from fxpasses.unit import Unit
 
 _count = itertools.count()

@@ -1,26 +1,22 @@
 """What a training program asks of the backend while it runs: last step, plan, state.
 
 A `Runtime` belongs to a set of parameters: those of one module, or those that appear together in compiled
-graphs. `runtime(x)` finds it by any of them, so it works before the first forward as well.
+graphs (`owners.py` finds it by any of them).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpasses.clipping import Clipping
 from fxpasses.config import Hardening, LossScale, Watching, nearest
-from fxpasses.coverage import check_optimizer
 from fxpasses.distributed.group import Group
 from fxpasses.distributed.plans import PlannedCollective
 from fxpasses.faults.arming import Faults
@@ -33,9 +29,8 @@ from fxpasses.state import STORE
 from fxpasses.watch import Watch
 
 STATE_DICT_VERSION = 1
-DECIDES_ON_DEVICE = (
-    "_fxpasses_decides_on_device"  # an optimizer that takes `end_step_on_device` itself
-)
+# The runtime that each parameter belongs to now.
+OWNER: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -322,7 +317,7 @@ class Runtime:
         for name, parameter in named.items():
             if better or parameter not in self._names:
                 self._names[parameter] = name
-            _OWNER[parameter] = self
+            OWNER[parameter] = self
         self._named_by = max(self._named_by, named_by)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -460,110 +455,3 @@ def _refuse_another(option: str, asked: str, known: str) -> None:
         raise ValueError(
             f"option {option!r}: got {asked!r}, but another part of this model was compiled with {known!r}"
         )
-
-
-_OWNER: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def runtime(x: Any) -> Runtime:
-    """The runtime of a model.
-
-    Args:
-        x: the compiled module, the plain module under it, or a compiled function (its parameters are
-            those of the modules that it is bound to or closes over). A part of a model has the runtime
-            of the whole.
-
-    Raises:
-        ValueError: when no parameter can be found through `x`.
-    """
-    watch_optimizers()
-    named = {name.replace("_orig_mod.", ""): p for name, p in _parameters_of(x)}
-    if not named:
-        raise ValueError(
-            f"runtime({x!r}): no parameter is reachable from it; pass the module that holds them"
-        )
-    return owner_of(named, named_by=len(named) if isinstance(x, torch.nn.Module) else 0)
-
-
-def owner_of(named: Mapping[str, torch.Tensor], named_by: float = 0) -> Runtime:
-    """The one runtime of these parameters; several that own some of them become one.
-
-    Args:
-        named_by: see `Runtime.adopt`.
-    """
-    owners = {id(o): o for p in named.values() if (o := _OWNER.get(p)) is not None}
-    first, *rest = owners.values() or [Runtime()]
-    for other in rest:
-        first.absorb(other)
-    first.adopt(named, named_by)
-    return first
-
-
-def owns(runtime: Runtime, parameter: torch.Tensor) -> bool:
-    """Whether a parameter belongs to this runtime now."""
-    return _OWNER.get(parameter) is runtime
-
-
-def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
-    """The runtimes that own some of an optimizer's parameters."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return list({id(o): o for p in parameters if (o := _OWNER.get(p)) is not None}.values())
-
-
-def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(x, torch.nn.Module):
-        yield from x.named_parameters()
-        return
-    if isinstance(x, functools.partial):
-        for part in (x.func, *x.args, *x.keywords.values()):
-            yield from _parameters_of(part)
-        return
-    bound = getattr(x, "__self__", None)
-    if bound is not None:
-        yield from _parameters_of(bound)
-        return
-    if isinstance(original := getattr(x, "_torchdynamo_orig_callable", None), functools.partial):
-        yield from _parameters_of(original)
-        return
-    function = inspect.unwrap(original or x) if callable(x) else x
-    if not inspect.isfunction(function):
-        if function is not x:
-            yield from _parameters_of(function)
-        return
-    reached = inspect.getclosurevars(function)
-    for name, value in {**reached.globals, **reached.nonlocals}.items():
-        if isinstance(value, torch.nn.Parameter):
-            yield name, value
-        elif isinstance(value, torch.nn.Module):
-            yield from ((f"{name}.{k}", p) for k, p in value.named_parameters())
-
-
-@torch.compiler.disable
-def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    check_optimizer(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-    for owner in runtimes_of(optimizer):
-        if owner.scaler is not None and closure is not None:
-            raise RuntimeError(
-                "option 'loss_scale': an optimizer with a closure computes gradients inside its step, when "
-                "overflow has been decided already; use loss_scale='none' with it"
-            )
-        owner.check_clipping(optimizer)
-        owner.check_replicas(optimizer)
-        decides = getattr(optimizer, DECIDES_ON_DEVICE, False)
-        if owner.faults is not None and owner.faults.has(UPDATE) and not decides:
-            raise ValueError(
-                "option 'faults': where=update strikes inside of an update; give the optimizer to "
-                "fxpasses.optimizer"
-            )
-        if not decides and owner.end_step():
-            for parameter in parameters:
-                if _OWNER.get(parameter) is owner:
-                    parameter.grad = None
-
-
-@functools.cache
-def watch_optimizers() -> None:
-    """From now on every `optimizer.step()` ends a step, and is stopped if gradients were not reduced."""
-    register_optimizer_step_pre_hook(_before_optimizer_step)

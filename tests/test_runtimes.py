@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxpasses.runtimes import PlannedCollective, Runtime, StepRecord, owner_of, owns, runtime
+from fxpasses.owners import owner_of, owns, runtime
+from fxpasses.runtimes import PlannedCollective, Runtime, StepRecord
 from fxpasses.state import STORE
 from tests.graphs import mlp
 

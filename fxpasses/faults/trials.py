@@ -90,7 +90,7 @@ class Trials:
         tolerance: float = 1e-4,
         seed: int = 0,
     ) -> None:
-        from fxpasses.runtimes import runtime
+        from fxpasses.owners import runtime
 
         self._args, self._seed, self._tolerance = tuple(args), seed, tolerance
         self._loss = loss or _mean_square

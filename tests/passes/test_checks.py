@@ -7,12 +7,13 @@ from fxpasses.graph import ALARM
 from fxpasses.guards.alarms import places_of_alarms
 from fxpasses.passes.agree_alarms import AgreeAlarms
 from fxpasses.passes.bucketing import Bucketing
-from fxpasses.passes.check_gradients import CheckGradients, SettleChecks
+from fxpasses.passes.check_gradients import CheckGradients
 from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.check_sums import CheckSums
 from fxpasses.passes.check_values import CheckValues
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.inject import Inject
+from fxpasses.passes.settle_checks import SettleChecks
 from fxpasses.testing import capture
 from tests.graphs import (
     WORLD,

@@ -21,7 +21,7 @@ from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
-from fxpasses.passes.check_gradients import CheckGradients, SettleChecks
+from fxpasses.passes.check_gradients import CheckGradients
 from fxpasses.passes.check_payloads import CheckPayloads
 from fxpasses.passes.check_products import CheckGradientProducts
 from fxpasses.passes.check_sums import CheckSums
@@ -33,6 +33,7 @@ from fxpasses.passes.loss_scale import LossScaling
 from fxpasses.passes.overflow import Overflow
 from fxpasses.passes.participation import Participation
 from fxpasses.passes.running_stats import RunningStats
+from fxpasses.passes.settle_checks import SettleChecks
 from fxpasses.rewrite import Provenance, model_line, splice
 from fxpasses.spec import check as check_rules
 from fxpasses.spec import reduced_once
