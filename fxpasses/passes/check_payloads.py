@@ -4,11 +4,14 @@
                                                         └▶ broken? ─▶ alarm (state)
     dense        payload ─┬▶ all_reduce ─ … ─▶ wait ─┬▶ views
                           └▶ sums ─▶ all_reduce ─ … ─┴▶ sums again, against these ─▶ alarm (state)
+    exchanged    payload ─┬▶ all_to_all, all_gather ─ … ─▶ wait ─┬▶ sum by rank
+                          └▶ sums of bits ─▶ the same ─ … ───────┴▶ sums again, other ones? ─▶ alarm (state)
 
 Before: payloads on their way. After: the same, each compressed one with a checksum in its header
 (`custom_ops.checksum`), which the receivers compare; of each dense one the sums of chunks and of their
-absolute values are reduced as well, in fp64, and compared with the sums of the result. What a fault hits on
-the way to the wire it hits behind the seal.
+absolute values are reduced as well, in fp64, and compared with the sums of the result; of each that arrives as
+it was sent (`reduce_order="fixed"`) the sums of its bits go the same way. What a fault hits on the way to the
+wire it hits behind the seal.
 
 A result is rounded W - 1 times or less in the dtype of the wire, so the sum of a chunk of n elements is off
 by no more than L u sqrt(W) (its absolute values' sum) / sqrt(n), where roundings are as in
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 import custom_ops.checksum  # noqa: F401  (registers operators)
+from custom_ops.bits import words
 from fxpasses.effects import is_launch, is_wait
 from fxpasses.graph import TrainingGraph
 from fxpasses.guards.alarms import write_alarms
@@ -46,20 +50,29 @@ class CheckPayloads(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"reduced"})
 
     def has_work(self, graph: TrainingGraph) -> bool:
-        return any(_is_sealed(n) or _is_dense(n) for n in graph.walk())
+        return any(kind(n) for n in graph.walk() for kind in (_is_sealed, _is_dense, _is_exchanged))
 
     def run(self, graph: TrainingGraph) -> Report:
-        launches = [n for n in graph.walk() if _is_sealed(n) or _is_dense(n)]
-        if not launches:
+        kinds = {
+            "sealed": (_is_sealed, self._seal),
+            "summed": (_is_dense, self._sum),
+            "compared": (_is_exchanged, self._compare),
+        }
+        found = [
+            (launch, name, check)
+            for launch in graph.walk()
+            for name, (is_kind, check) in kinds.items()
+            if is_kind(launch)
+        ]
+        if not found:
             return Report(changed=False)
-        wrong = []
-        for launch in launches:
-            check = self._seal if _is_sealed(launch) else self._sum
-            parameters = launch.meta["provenance"].parameters
-            wrong.append((check(graph, launch), f"payload of {', '.join(parameters)}"))
+        wrong = [
+            (check(graph, launch), f"payload of {', '.join(launch.meta['provenance'].parameters)}")
+            for launch, _, check in found
+        ]
         write_alarms(graph, self.name, wrong)
-        dense = sum(map(_is_dense, launches))
-        return Report(True, {"sealed": len(launches) - dense, "summed": dense})
+        names = [name for _, name, _ in found]
+        return Report(True, {name: names.count(name) for name in kinds})
 
     def _write(self, graph: TrainingGraph, before: fx.Node, launch: fx.Node, fn, *args) -> fx.Node:  # type: ignore[no-untyped-def]
         origin = dataclasses.replace(
@@ -107,6 +120,39 @@ class CheckPayloads(Pass):
             sums,
         )
 
+    def _compare(self, graph: TrainingGraph, launch: fx.Node) -> fx.Node:
+        (payload,), (wait,) = launch.all_input_nodes, launch.users
+        world, group = self.world, self.group
+        assert world is not None
+        each = [1] * world
+
+        def send(x: Tensor) -> Tensor:
+            if launch.target is C10D.all_to_all_single.default:
+                return C10D.all_to_all_single(_bits(x, world), each, each, group)
+            return C10D.all_gather_into_tensor(_bits(x, 1), world, group)
+
+        sums = splice(
+            graph,
+            launch.next,
+            send,
+            payload,
+            name=f"check_{launch.name}",
+            provenance=Provenance(self.name, "checksum", launch.name),
+        )
+        return self._write(
+            graph,
+            wait.next,
+            launch,
+            lambda x, sums: (_bits(x, world) != C10D.wait_tensor(sums)).any(),
+            wait,
+            sums,
+        )
+
+
+def _bits(x: Tensor, pieces: int) -> Tensor:
+    """[pieces] int64: the sum of each piece's bits (`custom_ops.bits`)."""
+    return words(x).view(pieces, -1).sum(1, dtype=torch.int64)
+
 
 def _sums(payload: Tensor) -> Tensor:
     """[chunks, 2] fp64: the sum of each chunk, and of its absolute values."""
@@ -134,11 +180,18 @@ def _is_sealed(node: fx.Node) -> bool:
     """A payload with a header, which has room for a checksum."""
     if not _carries_gradients(node) or not all(is_wait(user) for user in node.users):
         return False
-    value = node.all_input_nodes[0].meta["val"]
-    return value.dtype == torch.uint8 and node.target in (
-        C10D.all_gather_into_tensor.default,
-        C10D.all_to_all_single.default,
-    )
+    return node.all_input_nodes[0].meta["val"].dtype == torch.uint8 and _arrives_as_sent(node)
+
+
+def _is_exchanged(node: fx.Node) -> bool:
+    """A payload of numbers that are added up where they arrive."""
+    if not _carries_gradients(node) or not all(is_wait(user) for user in node.users):
+        return False
+    return node.all_input_nodes[0].meta["val"].dtype != torch.uint8 and _arrives_as_sent(node)
+
+
+def _arrives_as_sent(node: fx.Node) -> bool:
+    return node.target in (C10D.all_gather_into_tensor.default, C10D.all_to_all_single.default)
 
 
 def _is_dense(node: fx.Node) -> bool:

@@ -170,9 +170,11 @@ def test_fxpasses_optimizer_skips_too():
     assert not equal([before], [dict(model.named_parameters())])
 
 
-def on_ranks(rank, guards, faults, compression="none"):
+def on_ranks(rank, guards, faults, compression="none", reduce_order="any"):
     try:
-        gradients, model, runtime = guarded(guards, faults, compression=compression)
+        gradients, model, runtime = guarded(
+            guards, faults, compression=compression, reduce_order=reduce_order
+        )
     except FaultDetected as error:
         return str(error)
     parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -219,6 +221,20 @@ def test_a_payload_that_is_hit_on_its_way(compression, world):
     found = run_ranks(on_ranks, world, "payloads,on=skip", text, compression)
     assert [row[2] for row in found] == [[1]] * world
     assert all(equal([found[0][1]], [row[1]]) for row in found)
+
+
+@pytest.mark.parametrize("bit", [0, 30])
+def test_any_bit_of_a_payload_that_arrives_as_it_was_sent(bit):
+    fault = f"bitflip{{bit={bit},index=44,where=payload,rank=1,step=1}}"
+    found = run_ranks(on_ranks, 3, "payloads,on=skip", fault, "none", "fixed")
+    assert [row[2] for row in found] == [[1]] * 3
+
+
+@pytest.mark.parametrize("bit", [26, 30])
+def test_a_factor_of_powersgd_that_is_hit_on_its_way(bit):
+    fault = f"bitflip{{bit={bit},index=4,where=payload,rank=1,step=1}}"
+    found = run_ranks(on_ranks, 2, "payloads,on=skip", fault, {"scheme": "powersgd", "rank": 2})
+    assert [row[2] for row in found] == [[1]] * 2
 
 
 def test_a_payload_that_was_hit_is_sent_again():

@@ -82,7 +82,8 @@ def test_a_whole_step_is_one_graph():
     (graph,) = json.loads(run(*words).output)["graphs"]
     assert graph["graph"] == "rank0/g0.backward"
     exits = [name for name in graph["blocks"] if name.startswith("exit")]
-    assert len(exits) == 2 + 3 + 1  # products of the forward, of the backward; a payload
+    # Products of the forward, of the backward; a payload; two biases' sums; the bits of four gradients.
+    assert len(exits) == 2 + 3 + 1 + 2 + 4
     assert "addmm" not in {u["path"][0]["operator"] for u in graph["unguarded"]}
 
 

@@ -100,13 +100,13 @@ def test_the_table_is_what_is_found(tmp_path):
 
 
 def test_every_operator_is_in_it():
-    """Of those that a module of `custom_ops` registers."""
+    """Of those that have kernels; graphs are marked with others."""
     registered = {
         name.removeprefix("fxpasses::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("fxpasses::")
     }
-    assert registered - {"disturb"} == set(NAMES) == set(cases())
+    assert registered - {"disturb", "accumulate", "changed"} == set(NAMES) == set(cases())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from fxpasses.effects import is_launch
 from fxpasses.graph import ALARM
 from fxpasses.guards.alarms import places_of_alarms
 from fxpasses.passes.agree_alarms import AgreeAlarms
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.check_gradients import CheckGradients
+from fxpasses.passes.check_payloads import CheckPayloads
 from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.check_sums import CheckSums
 from fxpasses.passes.check_values import CheckValues
@@ -158,6 +160,36 @@ def test_comparisons_stand_where_gradients_have_been_packed(fake_world):
         assert order[comparison.args[1]] < order[own.args[0]]  # the sum was taken first
     before = graph.fingerprint()
     assert not SettleChecks().run(graph).changed and graph.fingerprint() == before
+
+
+@pytest.mark.parametrize(
+    ("order", "world", "counts"),
+    [
+        ("any", 4, {"sealed": 0, "summed": 1, "compared": 0}),
+        ("fixed", 4, {"sealed": 0, "summed": 0, "compared": 2}),
+        ("fixed", 2, {"sealed": 0, "summed": 1, "compared": 0}),
+    ],
+)
+def test_each_payload_is_checked_in_its_way(fake_world, order, world, counts):
+    graph = backward_of(mlp(4, 5, 6), torch.randn(3, 4))
+    sync = GradientSync(group=fake_world, world=world, reduce="mean", order=order)
+    checks = CheckPayloads(group=fake_world, world=world)
+    done = checked(graph, Bucketing(mb=1), sync, checks)
+    assert done[-1].report.counts == counts
+    launches = [n for n in graph.walk() if is_launch(n)]
+    assert len(launches) == 2 * sum(counts.values())
+    sums = [n.meta["val"] for n in launches if n.meta["provenance"].pass_name == "check_payloads"]
+    if counts[
+        "compared"
+    ]:  # to each rank the sum of its piece, from each owner the sum of its shard
+        assert [(v.dtype, v.numel()) for v in sums] == [(torch.int64, world)] * 2
+
+
+def test_what_sends_nothing_has_no_payload_to_check(fake_world):
+    graph = backward_of(mlp(4, 5), torch.randn(3, 4))
+    before = graph.fingerprint()
+    report = CheckPayloads(group=fake_world, world=WORLD).run(graph)
+    assert not report.changed and graph.fingerprint() == before
 
 
 def test_without_comparisons_nothing_settles(fake_world):
