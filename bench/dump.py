@@ -1,6 +1,6 @@
 """Time that a dump adds to the passes, on a backward graph of 10,000 nodes with eight passes.
 
-    python -m bench.dump [NODES]
+    python -m bench.dump [--nodes 10000]
 
 Prints seconds of processor time: the passes alone, with the rules checked, with the rules and the dump (.py,
 .diff, .json and .dot of each pass, written to a temporary folder), and their ratios. Minima of three runs.
@@ -8,8 +8,8 @@ Prints seconds of processor time: the passes alone, with the rules checked, with
 
 from __future__ import annotations
 
+import argparse
 import gc
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -42,7 +42,9 @@ def seconds(nodes: int, passes: Pipeline, observers: Callable[[], list[Observer]
 
 
 def main() -> None:
-    nodes = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=10_000)
+    nodes = parser.parse_args().nodes
     dist.init_process_group("fake", rank=0, world_size=4, store=dist.HashStore())
     passes = pipeline.build(OPTIONS, "0", 4, 0)
     with tempfile.TemporaryDirectory() as folder:
