@@ -1,9 +1,13 @@
 """`custom_ops.topk` in Triton: an exact selection, whatever the distribution.
 
 A program takes a chunk at a time. It reads flat and residual once, writes their sum and counts magnitudes by
-their upper 11 bits (a histogram). That gives the class of the smallest element that is sent; what lies in it or
-above is collected, a few elements more than are sent. Two more histograms of those, of 10 bits each, give the
-exact threshold, and how many equal to it are sent. The chunk's second and last reading is served by the cache.
+their exponent (a histogram). That gives the class of the smallest element that is sent; what lies in it or
+above is collected, a few times what is sent. Three more histograms of those, of the other bits from the upper
+ones down, give the exact threshold, and how many equal to it are sent. The chunk's second and last reading is
+served by the cache.
+
+A histogram takes time in proportion to its classes: for each 32 elements, a warp's lanes count all of them, 32
+classes at a time. So there are four of 256 classes, and not fewer of more.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from custom_ops.triton.common import (
 from custom_ops.triton.finish import finish
 
 _CHUNK = tl.constexpr(CHUNK)
+_CLASSES = tl.constexpr(256)
+_EXPONENT = tl.constexpr(23)  # bits behind it
 _HEADER = tl.constexpr(HEADER_BYTES // 2)  # in values of 16 bits
 _PROGRAMS_PER_PROCESSOR = 2
 _ENCODE_CONFIGS = [
@@ -81,9 +87,9 @@ def _quotas(layout: TopKLayout) -> tuple[int, int]:
 
 
 @triton.jit
-def _class_of_rank(counts, rank, BINS: tl.constexpr):
+def _class_of_rank(counts, rank):
     """The class in which the `rank`-th largest lies (from 1), and how many lie above that class."""
-    index = tl.arange(0, BINS)
+    index = tl.arange(0, _CLASSES)
     from_here_up = tl.sum(counts) - tl.cumsum(counts) + counts
     found = tl.max(tl.where(from_here_up >= rank, index, 0))
     return found, tl.sum(tl.where(index > found, counts, 0))
@@ -96,6 +102,27 @@ def _candidates(kept, found, entry, count):
     offset = tl.load(found + entry, mask=exists, other=0).to(tl.int32) & 0xFFFF
     bits = bits_of(tl.load(kept + offset, mask=exists, other=0.0))
     return exists, offset, bits
+
+
+@triton.jit
+def _narrowed(
+    kept, found, count, prefix, left, BEHIND: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Of the candidates whose magnitudes begin with `prefix`, all bits but the `BEHIND` last, the `left`-th
+    largest: its longer prefix, all but `SHIFT` bits, and its place among those that begin with that."""
+    BITS: tl.constexpr = BEHIND - SHIFT
+    within = tl.arange(0, TILE)
+    counts = tl.zeros([_CLASSES], tl.int32)
+    at = count * 0
+    while at < count:
+        exists, _, bits = _candidates(kept, found, at + within, count)
+        magnitude = bits & MAGNITUDE
+        begins = exists & ((magnitude >> BEHIND) == prefix)
+        digit = tl.where(begins, (magnitude >> SHIFT) - (prefix << BITS), 0)
+        counts += tl.histogram(digit, _CLASSES, mask=begins)
+        at += TILE
+    digit, above = _class_of_rank(counts, left)
+    return (prefix << BITS) + digit, left - above
 
 
 @tuned(configs=_ENCODE_CONFIGS)
@@ -116,7 +143,7 @@ def _encode(
         values = payload + _HEADER + chunk * quota
         places = payload + offsets + chunk * quota
 
-        counts = tl.zeros([2048], tl.int32)
+        counts = tl.zeros([_CLASSES], tl.int32)
         failed = tl.zeros([TILE], tl.int32)
         at = chunk.to(tl.int32) * 0
         while at < length:
@@ -126,11 +153,11 @@ def _encode(
             tl.store(kept + start + at + within, x, mask=exists)
             magnitude = bits_of(x) & MAGNITUDE
             failed = failed | (magnitude >= INFINITY).to(tl.int32)
-            counts += tl.histogram(magnitude >> 20, 2048, mask=magnitude != 0)
+            counts += tl.histogram(magnitude >> _EXPONENT, _CLASSES, mask=magnitude != 0)
             at += TILE
         raised(bad, failed)
         sent = tl.minimum(room, tl.sum(counts))
-        upper, above = _class_of_rank(counts, sent, 2048)
+        exponent, above = _class_of_rank(counts, sent)
         tl.debug_barrier()
 
         count = length * 0
@@ -138,38 +165,18 @@ def _encode(
         while at < length:
             x = tl.load(kept + start + at + within, mask=at + within < length, other=0.0)
             magnitude = bits_of(x) & MAGNITUDE
-            taken = ((magnitude >> 20) >= upper) & (magnitude != 0)
+            taken = ((magnitude >> _EXPONENT) >= exponent) & (magnitude != 0)
             number = count + tl.cumsum(taken.to(tl.int32)) - 1
             tl.store(found + number, (at + within).to(tl.int16), mask=taken)
             count += tl.sum(taken.to(tl.int32))
             at += TILE
         tl.debug_barrier()
 
-        left = sent - above
-        counts = tl.zeros([1024], tl.int32)
-        at = length * 0
-        while at < count:
-            exists, _, bits = _candidates(kept + start, found, at + within, count)
-            magnitude = bits & MAGNITUDE
-            counts += tl.histogram(
-                (magnitude >> 10) & 1023, 1024, mask=exists & ((magnitude >> 20) == upper)
-            )
-            at += TILE
-        middle, above = _class_of_rank(counts, left, 1024)
-        left -= above
-        prefix = upper * 1024 + middle
-        counts = tl.zeros([1024], tl.int32)
-        at = length * 0
-        while at < count:
-            exists, _, bits = _candidates(kept + start, found, at + within, count)
-            magnitude = bits & MAGNITUDE
-            counts += tl.histogram(
-                magnitude & 1023, 1024, mask=exists & ((magnitude >> 10) == prefix)
-            )
-            at += TILE
-        lower, above = _class_of_rank(counts, left, 1024)
-        left -= above  # of those equal to the smallest that is sent
-        smallest = prefix * 1024 + lower
+        here = kept + start
+        prefix, left = _narrowed(here, found, count, exponent, sent - above, _EXPONENT, 15, TILE)
+        prefix, left = _narrowed(here, found, count, prefix, left, 15, 7, TILE)
+        # `left` of those equal to the smallest that is sent are sent.
+        smallest, left = _narrowed(here, found, count, prefix, left, 7, 0, TILE)
         tl.debug_barrier()
 
         entry = length * 0
@@ -231,8 +238,18 @@ def _decode(
             value = tl.load(first + _HEADER + at + within, mask=exists, other=0).to(tl.int32) << 16
             offset = tl.load(first + offsets + at + within, mask=exists, other=0)
             offset = offset.to(tl.int32) & 0xFFFF
-            tl.atomic_add(
-                out + start + offset, float_of(value) * share,
-                mask=exists & (offset < length), sem="relaxed",
-            )  # fmt: skip
+            _add(out + start, offset, float_of(value) * share, exists & (offset < length))
             at += TILE
+
+
+@triton.jit
+def _add(sums, offset, values, ahead):
+    """Atomic additions that keep subnormals: `tl.atomic_add` of floats in global memory takes them for zero."""
+    ahead = ahead & (values != 0.0)  # a zero would change nothing
+    words = sums.to(tl.pointer_type(tl.int32), bitcast=True) + tl.where(ahead, offset, 0)
+    before = tl.load(words, mask=ahead, other=0)
+    while tl.max(ahead.to(tl.int32)) != 0:
+        after = bits_of(float_of(before) + values)
+        seen = tl.atomic_cas(words, before, tl.where(ahead, after, before), sem="relaxed")
+        ahead = ahead & (seen != before)
+        before = seen

@@ -163,6 +163,11 @@ T atomicAdd(T* at, T x) {
   *at += x;
   return before;
 }
+inline unsigned atomicCAS(unsigned* at, unsigned wanted, unsigned x) {
+  const unsigned before = *at;
+  if (before == wanted) *at = x;
+  return before;
+}
 inline int atomicMax(int* at, int x) {
   const int before = *at;
   *at = std::max(before, x);
