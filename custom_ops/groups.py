@@ -44,7 +44,7 @@ class Groups:
     aligned_bytes: int
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # never evicted: kernels in flight and recorded CUDA graphs read the tables
 def groups_of(layout: Layout, shard: int | None, device: torch.device) -> Groups:
     """The tables for a layout, on a device; for a shard with bytes counted from the beginning of its piece."""
     columns: list[tuple[int, ...]] = []
@@ -89,7 +89,7 @@ def groups_of(layout: Layout, shard: int | None, device: torch.device) -> Groups
     )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # never evicted: kernels in flight and recorded CUDA graphs read the tables
 def gap_behind(end: int, size: int, device: torch.device) -> torch.Tensor:
     """`Groups.gaps` of a payload of one piece, with nothing behind `end`."""
     return torch.tensor([[[end]], [[size]]]).to(device)
