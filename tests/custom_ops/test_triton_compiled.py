@@ -123,6 +123,11 @@ def test_machine_code(name, compiled):
     if name == "quantise":  # accesses of 16 bytes, where a bucket is one parameter
         codes = [made.asm["ptx"] for kernel, _, made in compiled if kernel == "_quantise"]
         assert all("ld.global.v4.b32" in ptx for ptx in codes[:4])
+    if (
+        name == "dequantise"
+    ):  # of 8, of the first row and the others, whose distance is no multiple of 16
+        codes = [made.asm["ptx"] for kernel, _, made in compiled if kernel == "_dequantise"]
+        assert all(ptx.count("ld.global.v2.b32") == 4 for ptx in codes[:2])
     for kernel, arch, made in compiled:
         (found,) = usage(made.asm["cubin"], tool).values()
         print(f"{kernel:14} {arch}  {found.registers:3} registers  {made.metadata.num_warps} warps")
