@@ -24,6 +24,7 @@ CHECKSUM_WORD = 1  # of 4 bytes
 SHARD_ALIGNMENT = 16  # elements: a shard of fp32 starts at a cache line
 HADAMARD = 32  # elements that a rotation mixes
 CHUNK = 65_536  # elements that a 16-bit offset reaches
+MOST_SHARDS_16 = 65_535  # a row of a GPU's grid each
 
 
 class Segment(NamedTuple):
@@ -173,6 +174,10 @@ class Layout16:
         if self.numel < 0:
             raise ValueError(f"numel={self.numel}: expected a number of elements, 0 or more")
         _check_shards(self.shards)
+        if self.shards > MOST_SHARDS_16:
+            raise ValueError(
+                f"shards={self.shards}: expected at most {MOST_SHARDS_16} for 16-bit payloads"
+            )
 
     @property
     def fields(self) -> tuple[Any, ...]:

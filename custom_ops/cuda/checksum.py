@@ -29,5 +29,5 @@ def _subtract(
 ) -> None:
     pieces, pairs = words.shape[:-1].numel(), words.shape[-1] // 2
     most = _BLOCKS_PER_PROCESSOR * processors(words.device)
-    blocks = min(-(-pairs // THREADS), most), pieces
+    blocks = pieces, min(-(-pairs // THREADS), most)
     launch("checksum.subtract", blocks, words, copies, sums, pairs, stride)

@@ -30,7 +30,7 @@ def _sum(
     words: torch.Tensor, copies: torch.Tensor | None, sums: torch.Tensor, stride: int, copy: bool
 ) -> None:
     pieces, size = words.shape[:-1].numel(), words.shape[-1]
-    _subtract[(triton.cdiv(size, _TILE), pieces)](words, copies, sums, size, stride, copy, _TILE)
+    _subtract[(triton.cdiv(size, _TILE) * pieces,)](words, copies, sums, size, stride, copy, _TILE)
 
 
 @triton.jit
@@ -38,8 +38,9 @@ def _subtract(
     words, copies, sums, size, stride, COPY: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Not autotuned: sums are changed in place."""
-    piece = tl.program_id(1).to(tl.int64)
-    word = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    tiles = tl.cdiv(size, TILE)
+    piece = (tl.program_id(0) // tiles).to(tl.int64)
+    word = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     exists = (word < size) & (word != _WORD)
     x = tl.load(words + piece * size + word, mask=exists, other=0)
     if COPY:

@@ -82,6 +82,7 @@ def test_fields_stand_for_the_layout():
         ),
         (lambda: Layout16(4, dtype="fp32"), "dtype='fp32': expected 'fp16' or 'bf16'"),
         (lambda: Layout16(-1), "numel=-1"),
+        (lambda: Layout16(4, 65_536), "shards=65536: expected at most 65535"),
         (lambda: TopKLayout(4, 0.0), r"ratio=0.0: expected a number in \(0, 1\]"),
         (lambda: TopKLayout(4, 1.5), "ratio=1.5"),
         (lambda: TopKLayout(4, float("nan")), "ratio=nan"),
