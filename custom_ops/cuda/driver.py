@@ -44,12 +44,24 @@ def launch(
         if isinstance(arg, torch.Tensor) and not arg.is_cuda:
             raise ValueError(f"{kernel}: got a tensor on {arg.device} beside tensors on a GPU")
     device = torch.cuda.current_device()
+    _enter(device)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     function = _function(kernel, tuple(sorted((constants or {}).items())), device)
     values = [native(arg) for arg in args]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
     shape = (*blocks, 1, threads, 1, 1)
     _check(kernel, _driver().cuLaunchKernel(function, *shape, 0, stream, pointers, None))
+
+
+def _enter(device: int) -> None:
+    """Make the context that torch uses this thread's. A new thread has none until something of CUDA's runtime
+    runs in it; taking memory from torch's cache is no such thing."""
+    context, handle = ctypes.c_void_p(), ctypes.c_int()
+    _check("context", _driver().cuCtxGetCurrent(ctypes.byref(context)))
+    if context.value is None:
+        _check("device", _driver().cuDeviceGet(ctypes.byref(handle), device))
+        _check("context", _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+        _check("context", _driver().cuCtxSetCurrent(context))
 
 
 def native(arg: Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:

@@ -95,6 +95,36 @@ def test_without_nvrtc(monkeypatch):
         nvrtc.cubin("", "x.cu", "sm_80")
 
 
+class Driver:
+    """CUDA's, as far as contexts go, of a thread that has `context`; remembers what is called."""
+
+    def __init__(self, context: int | None) -> None:
+        self.context, self.called = context, []
+
+    def __getattr__(self, name):
+        def function(result, *_):
+            self.called.append(name)
+            if name == "cuCtxGetCurrent":
+                result._obj.value = self.context
+            if name == "cuDevicePrimaryCtxRetain":
+                result._obj.value = 7
+            if name == "cuCtxSetCurrent":
+                self.context = result.value
+            return 0
+
+        return function
+
+
+def test_a_thread_without_a_context_takes_that_of_its_device(monkeypatch):
+    fake = Driver(None)
+    monkeypatch.setattr(driver, "_driver", lambda: fake)
+    driver._enter(0)
+    assert fake.context == 7
+    fake.called.clear()
+    driver._enter(0)
+    assert fake.called == ["cuCtxGetCurrent"] and fake.context == 7
+
+
 def test_sources_need_no_headers():
     """NVRTC has none."""
     for source in Path(driver.SOURCES).glob("*.cu*"):
