@@ -20,7 +20,7 @@ from custom_ops import checks, kernels
 from custom_ops.layout import ALIGNMENT_BYTES, CHECKSUM_WORD
 
 
-@torch.library.custom_op("fxpasses::seal", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("seal")
 def seal(payload: Tensor, pieces: int) -> Tensor:
     """A copy of the payload with a checksum in the header of each piece.
 
@@ -41,7 +41,7 @@ def _(payload, pieces):
     return torch.empty_like(payload)
 
 
-@torch.library.custom_op("fxpasses::broken", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("broken")
 def broken(payloads: Tensor, pieces: int) -> Tensor:
     """Which payloads have a piece whose checksum is not that of its content.
 

@@ -23,7 +23,7 @@ ROW, NEWS = 5, 4
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@torch.library.custom_op("fxpasses::strike", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("strike")
 def strike(x: Tensor, row: Tensor, site: int) -> tuple[Tensor, Tensor]:
     """A copy of a tensor, with an element damaged if that is armed.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from custom_ops import checks, kernels
 
 
-@torch.library.custom_op("fxpasses::unscale", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("unscale")
 def unscale(flat: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply, and look at the products.
 

@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,20 @@ CHOICE = "FXPASSES_KERNELS"
 CHOICES = ("triton", "cuda", "reference")
 DEVICES = ("cpu", "cuda")  # that the operators are registered for
 OLDEST = (8, 0)  # compute capability
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+    """Decorator that registers a pure operator, for all devices.
+
+    Inductor records none in a CUDA graph: when a kind of bucket is first met, tables are copied to the GPU, to
+    stay there, kernels compiled and configurations tried.
+    """
+    return torch.library.custom_op(
+        f"fxpasses::{name}",
+        mutates_args=(),
+        device_types=DEVICES,
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
 
 
 def call(operator: str, like: torch.Tensor, *args: Any) -> Any:
@@ -41,7 +56,7 @@ def call(operator: str, like: torch.Tensor, *args: Any) -> Any:
     family, function = operator.split(".")
     module = importlib.import_module(f"custom_ops.{name}.{family}")
     with _on(like.device, name):
-        return getattr(module, function)(*args)
+        return getattr(module, function)(*map(_at_a_word, args))
 
 
 def implementation(device: torch.device) -> str:
@@ -90,6 +105,13 @@ def described(device: torch.device) -> str:
         return implementation(device)
     except (ValueError, RuntimeError) as error:
         return f"none: {error}"
+
+
+def _at_a_word(arg: Any) -> Any:
+    """A payload that does not begin at a multiple of 8 bytes as a copy that does: kernels read such words."""
+    if not isinstance(arg, torch.Tensor) or arg.is_floating_point() or arg.data_ptr() % 8 == 0:
+        return arg
+    return arg.clone()
 
 
 def _on_cpu(chosen: str | None) -> str:

@@ -45,7 +45,7 @@ from custom_ops import checks, kernels, outputs
 from custom_ops.layout import Layout
 
 
-@torch.library.custom_op("fxpasses::quantise", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("quantise")
 def quantise(
     flat: Tensor,
     residual: Tensor | None,
@@ -85,7 +85,7 @@ def _(flat, residual, seed, *fields):
     return outputs.payload_and_residual(layout.payload_bytes, residual, flat)
 
 
-@torch.library.custom_op("fxpasses::dequantise", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("dequantise")
 def dequantise(
     payloads: Tensor,
     lengths: Sequence[int],
@@ -119,7 +119,7 @@ def _(payloads, *fields):
     return payloads.new_empty(layout.numel, dtype=torch.float32)
 
 
-@torch.library.custom_op("fxpasses::requantise", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("requantise")
 def requantise(
     pieces: Tensor,
     residual: Tensor | None,

@@ -28,7 +28,7 @@ from custom_ops import checks, kernels
 from custom_ops.layout import TopKLayout
 
 
-@torch.library.custom_op("fxpasses::topk_encode", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("topk_encode")
 def topk_encode(flat: Tensor, residual: Tensor, numel: int, ratio: float) -> tuple[Tensor, Tensor]:
     """Encode flat + residual.
 
@@ -57,7 +57,7 @@ def _(flat, residual, *fields):
     return flat.new_empty(layout.payload_bytes, dtype=torch.uint8), torch.empty_like(residual)
 
 
-@torch.library.custom_op("fxpasses::topk_decode", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("topk_decode")
 def topk_decode(payloads: Tensor, numel: int, ratio: float) -> Tensor:
     """Decode W payloads and take their mean, summed in the order of the rows.
 

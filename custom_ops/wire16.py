@@ -28,7 +28,7 @@ from custom_ops import checks, kernels
 from custom_ops.layout import Layout16
 
 
-@torch.library.custom_op("fxpasses::encode16", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("encode16")
 def encode16(flat: Tensor, numel: int, shards: int, dtype: str) -> Tensor:
     """Encode a bucket.
 
@@ -54,7 +54,7 @@ def _(flat, *fields):
     return flat.new_empty(layout.payload_bytes, dtype=torch.uint8)
 
 
-@torch.library.custom_op("fxpasses::decode16", mutates_args=(), device_types=kernels.DEVICES)
+@kernels.operator("decode16")
 def decode16(payloads: Tensor, numel: int, shards: int, dtype: str) -> Tensor:
     """Decode W payloads and take their mean, summed in the order of the rows.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import custom_ops
 from tests.custom_ops.cases import MODULES, Call, cases, same, tensors_of
@@ -115,10 +116,11 @@ def test_schema_and_fake(name):
 
 
 def test_functionalised():
-    """None writes an input, or returns one."""
+    """None writes an input, or returns one; none is recorded in a CUDA graph of Inductor's."""
     for name in NAMES:
         schema = getattr(torch.ops.fxpasses, name).default._schema
         assert not schema.is_mutable
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fxpasses, name).default.tags
         assert all(result.alias_info is None for result in schema.returns)
 
 
@@ -138,7 +140,7 @@ def test_dynamic_shapes(name):
         }[name]
         return operator(*args)
 
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
     for numel in (64, 96, 320):
         flat, other = torch.randn(2, numel)

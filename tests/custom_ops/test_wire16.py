@@ -100,6 +100,18 @@ def test_damaged_payloads_are_decoded_alike(data):
     on_both(ops.decode16, payloads, *layout.fields)
 
 
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_payloads_begin_anywhere(first):
+    """Kernels read words of 8 bytes."""
+    layout = Layout16(20, 2)
+    payload = encoded(torch.randn(20), layout)
+    memory = torch.zeros(first + len(payload)).byte()
+    memory[first:] = payload
+    assert memory[first:].data_ptr() % 8
+    found = ops.decode16(memory[first:][None], *layout.fields)
+    assert torch.equal(found, mean([payload], layout))
+
+
 def test_the_mean_of_the_largest_numbers():
     layout = Layout16(3, dtype="bf16")
     flat = torch.tensor([FLT_MAX, -FLT_MAX, 1.0])
