@@ -18,7 +18,7 @@ from custom_ops import kernels
 from custom_ops.cuda import driver
 
 EMULATOR = Path(__file__).parent / "cuda_emulator.h"
-FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC", "-w")
+FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w")
 
 
 def launch(
@@ -51,11 +51,22 @@ def built(family: str, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     )
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
         text, path = Path(folder) / "all.cpp", Path(folder) / "all.so"
-        text.write_text(f'#include "{EMULATOR}"\n{source}\n{entries}')
-        command = ["g++", *FLAGS, str(text), "-o", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        text.write_text(f'#include "{EMULATOR.name}"\n{source}\n{entries}')
+        compiled(f"-I{header().name}", "-shared", str(text), "-o", str(path))
         return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def header() -> tempfile.TemporaryDirectory:
+    """A folder with the emulator's header as the compiler keeps it: most of what is compiled is in it."""
+    folder = tempfile.TemporaryDirectory(prefix="emulator-")
+    compiled("-x", "c++-header", str(EMULATOR), "-o", f"{folder.name}/{EMULATOR.name}.gch")
+    return folder
+
+
+def compiled(*arguments: str) -> None:
+    done = subprocess.run(["g++", *FLAGS, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def pytest_configure() -> None:
