@@ -58,7 +58,10 @@ def in_aot_inductor(folder: Path) -> set[str]:
     package = torch._inductor.aoti_compile_and_package(
         exported(),
         package_path=str(folder / "operators.pt2"),
-        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+        inductor_configs={
+            "aot_inductor.compile_wrapper_opt_level": "O0",
+            "aot_inductor.precompile_headers": False,  # dearer than the one file that needs them
+        },
     )
     return working(torch._inductor.aoti_load_package(package)(tensors_of(NAMES)))
 

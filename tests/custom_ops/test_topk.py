@@ -111,8 +111,9 @@ def test_the_largest_numbers():
     assert mean.isfinite().all() and kept.isfinite().all() and mean[0] > 0.99 * FLT_MAX
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", [0, CHUNK, CHUNK + 16])
+@pytest.mark.parametrize(
+    ("bad", "where"), [(math.nan, 0), (math.inf, CHUNK), (-math.inf, CHUNK + 16)]
+)
 def test_one_bad_number_marks_the_payload(bad, where):
     layout = TopKLayout(CHUNK + 17, 0.01)
     good, residual = torch.randn(2, CHUNK + 17)
