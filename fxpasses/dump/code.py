@@ -92,7 +92,12 @@ def comment_of(node: fx.Node) -> str:
     """What a node is and where it comes from."""
     provenance = node.meta.get("provenance")
     origin = origin_of(provenance) if provenance else program_origin(node)
-    return "  ".join(filter(None, (value_text(node.meta.get("val")), origin)))
+    return on_one_line("  ".join(filter(None, (value_text(node.meta.get("val")), origin))))
+
+
+def on_one_line(comment: str) -> str:
+    """A comment that ends with its line: names of modules may hold any character."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in comment)
 
 
 def program_origin(node: fx.Node) -> str:

@@ -26,6 +26,7 @@ from fxpasses.dump.code import (
     comment_of,
     hint,
     literal,
+    on_one_line,
     registered_by,
     value_text,
 )
@@ -81,11 +82,13 @@ class Lines:
         """The function `forward` of a graph: a line for each input, node and output."""
         self._forget_renamed(graph.graph)
         inputs = [
-            f"    {n.name},  # {value_text(n.meta.get('val'))}  input {n.name}: {r.kind} {r.name}"
+            f"    {n.name},  # {value_text(n.meta.get('val'))}  "
+            + on_one_line(f"input {n.name}: {r.kind} {r.name}")
             for n, r in graph.inputs()
         ]
         outputs = [
-            f"        {n},  # output {i}: {r.kind} {r.name} = {n}" for i, n, r in graph.outputs()
+            f"        {n},  # " + on_one_line(f"output {i}: {r.kind} {r.name} = {n}")
+            for i, n, r in graph.outputs()
         ]
         body = [self._line(n) for n in graph.graph.nodes if n.op not in ("placeholder", "output")]
         return [

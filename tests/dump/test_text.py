@@ -49,6 +49,17 @@ def test_a_new_node_says_pass_rule_source_and_parameters():
     assert line.endswith("  # float32[7]  bucketing/flatten of mul_1 for p0, p1")
 
 
+@pytest.mark.parametrize("character", ["\n", "\r", "\f", "\0", "\x85", "\u2028"])
+def test_names_of_modules_end_no_line(character):
+    model = nn.Sequential()
+    model.add_module(f"a{character}raise", nn.Linear(2, 2))
+    for traced in trace(model, (torch.ones(1, 2),), world=2):
+        lines = text(None, traced.after).splitlines()
+        compile("\n".join(lines), "dump", "exec")
+        assert all("raise" not in line.partition("#")[0] for line in lines)
+        assert any(f"a{ascii(character)[1:-1]}raise.weight" in line for line in lines)
+
+
 def test_many_parameters_are_counted():
     origin = Provenance("sync", "launch", "flat", "/x/model.py:3", tuple("abcde"))
     assert origin_of(origin) == "sync/launch of flat for a, b, c and 2 more (/x/model.py:3)"
