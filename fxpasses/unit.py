@@ -227,10 +227,9 @@ class Unit:
             aot.annotate_joint(module, outputs, self.input_roles)
             forward_state.annotate(module, self.forward_states)
             self._warn_of_statistics(aot.written_buffers(module))
-            if self.pipeline.stage("joint"):
-                graph = TrainingGraph(module, self.decompositions)
-                self._run(self.pipeline, "joint", graph, self._onlookers("inference"))
-                self._note_places(graph)
+            graph = TrainingGraph(module, self.decompositions)
+            self._run(self.pipeline, "joint", graph, self._onlookers("inference"))
+            self._note_places(graph)
 
     def _note_places(self, joint: TrainingGraph) -> None:
         self.places, self.alarm_places = places_of(joint), places_of_alarms(joint)
