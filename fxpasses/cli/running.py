@@ -99,7 +99,7 @@ def _trace(
     try:
         with hushed():
             trace(program.function, program.args, settings, world=world, rank=rank, watcher=watcher)
-    except (ValueError, SpecError):
+    except (ValueError, SpecError, BrokenPipeError):
         raise
     except Exception as error:
         if made_by_pass(error):

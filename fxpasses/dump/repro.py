@@ -23,8 +23,9 @@ from fxpasses.dump.serial import Records, graph_of
 from fxpasses.graph import TrainingGraph
 from fxpasses.observers import CheckRules, GraphName, watchers_of
 from fxpasses.passes.base import Pass
-from fxpasses.pipeline import Done, Pipeline, Run
+from fxpasses.pipeline import Done, Pipeline, Run, made_by_pass
 from fxpasses.registry import parse_pipeline
+from fxpasses.spec import SpecError
 
 _TEMPLATE = '''"""{error}
 
@@ -69,7 +70,9 @@ class Repro:
             self._graph = Records().text(None, graph)
 
     def failed(self, error: Exception, run: Run) -> None:
-        """Write the script, and say so in a note of the error."""
+        """Write the script, and say so in a note of the error; not if another observer failed."""
+        if not (made_by_pass(error) or isinstance(error, SpecError)):
+            return
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_initialized() else (0, 1)
         said = f"{type(error).__name__}: {error}".replace("\\", "/").replace('"""', "'''")
         text = _TEMPLATE.format(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -34,6 +35,10 @@ class Net(nn.Module):
 class Wrong(Net):
     def forward(self, x):
         return self.b(x)
+
+
+def frozen():
+    return Net().requires_grad_(False), Net.example_inputs
 
 
 def gpt():
@@ -136,6 +141,22 @@ def test_whole_graphs_by_default():
         "# after compress{scheme=int4,reduce=mean}",
     ]
     assert out.count("def forward(") == 5
+
+
+def test_a_forward_without_backward_and_without_passes():
+    assert done("own.py:frozen").startswith("# rank0/g0.inference\n# input of the pipeline\n")
+    done("own.py:frozen", "--html", "page.html")
+    assert "rank0/g0.inference" in Path("page.html").read_text()
+
+
+def test_a_reader_that_goes_away_blames_no_pass(monkeypatch):
+    def gone(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("fxpasses.cli.printing.click.echo", gone)
+    result = run("own.py:Net")
+    assert result.exit_code == 1 and result.output == ""  # click's code
+    assert not Path("fxpasses-repro.py").exists()
 
 
 def test_an_unchanged_pass_is_one_line():
