@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,8 @@ from fxpasses.cli.errors import InputError, hushed, raised_in
 from fxpasses.cli.inputs import Exported, Input, Program, Script
 
 if TYPE_CHECKING:
-    from fxpasses.observers import Watcher
+    from fxpasses.observers import GraphName, Watcher
+    from fxpasses.pipeline import Observer
 
 _RANKS = 2  # where passes communicate and nobody said how many
 
@@ -65,7 +66,7 @@ def run(
         quiet: don't print what an exported program's signature says.
 
     Raises:
-        InputError: for an option that does not go with the input.
+        InputError: for an option that does not go with the input, and for a script that compiles nothing.
     """
     if output is not None and not isinstance(found, Exported):
         raise InputError(f"option '--output': {found.name} is no exported program")
@@ -124,8 +125,17 @@ def _run_script(script: Script, has_settings: bool, watcher: Watcher) -> None:
         )
     from fxpasses.observers import watching
 
-    with watching(watcher):
+    seen = False
+
+    def watch(name: GraphName) -> Sequence[Observer]:
+        nonlocal seen
+        seen = True
+        return watcher(name)
+
+    with watching(watch):
         script.run()
+    if not seen:
+        raise InputError(f"{script.name}: it compiled nothing with backend='hardened'")
 
 
 def _transform(

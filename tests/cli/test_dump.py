@@ -289,6 +289,7 @@ def test_a_script_is_run_as_it_is(folder):
         (["broken.pt2", "cast"], "broken.pt2: torch"),
         (["raises.py"], "raises.py:3: KeyError: 'batch'"),
         (["raises.py", "--world", "2"], "a script says itself"),
+        (["own.py", "--html", "page.html"], "own.py: it compiled nothing with backend='hardened'"),
         (["own.onnx"], "expected module:name"),
     ],
 )
