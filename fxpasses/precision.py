@@ -107,6 +107,12 @@ def is_cast(node: fx.Node) -> bool:
     return operator_name(node) in ("convert_element_type", "_to_copy")
 
 
+def is_batch_norm(node: fx.Node) -> bool:
+    """Whether it is a batch norm in the forward, or part of one that has been decomposed."""
+    names = (operator_name(node), str(node.meta.get("original_aten", "")))
+    return any("batch_norm" in name and "backward" not in name for name in names)
+
+
 def class_of(node: fx.Node, rules: Rules = ()) -> str:
     """The class of a node: by the last rule whose pattern is its operator (`aten.softmax`) or matches the
     qualified name of its module (`blocks.*.norm`), else by the table.

@@ -99,8 +99,13 @@ WRITTEN = (
     ),
     (
         "moved values are cast behind",
-        "if _is_cast_anyway(node, late | lowered, lowered, low):",
+        "if _is_cast_anyway(node, late | lowered, lowered, rounded, low):",
         "if False:",
+    ),
+    (
+        "streams are rounded",
+        "may_be_read_low = operator_name(node) in COMMUTES and node in rounded",
+        "may_be_read_low = operator_name(node) in COMMUTES",
     ),
     (
         "low in every sum",

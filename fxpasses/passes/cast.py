@@ -40,6 +40,7 @@ from fxpasses.precision import (
     PROMOTES,
     UNSET,
     class_of,
+    is_batch_norm,
     is_cast,
     operator_name,
     parse_rules,
@@ -116,10 +117,27 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
             if len(sources) == 1:
                 lowered.discard(node)
     late = {node for node, kind in kinds.items() if _may_follow_later(node, kind)}
+    rounded = _rounded(kinds, lowered, low)
     for node in [n for n in reversed(kinds) if n in late and n not in lowered]:
-        if _is_cast_anyway(node, late | lowered, lowered, low):
+        if _is_cast_anyway(node, late | lowered, lowered, rounded, low):
             lowered.add(node)
     return lowered
+
+
+def _rounded(kinds: dict[fx.Node, str], lowered: set[fx.Node], low: torch.dtype) -> set[fx.Node]:
+    """The values of which no digits are lost that count if they are rounded: what is low, and what is made of
+    that alone, batch norms included. Sums that are carried along in fp32 are not among them.
+    """
+    found: set[fx.Node] = set()
+    for node, kind in kinds.items():
+        if node in lowered or _dtype(node) == low:
+            found.add(node)
+        elif is_batch_norm(node) and "precision" not in (node.meta.get("custom") or {}):
+            if found.intersection(node.all_input_nodes):
+                found.add(node)
+        elif kind in (CLEAR, INFER) and _follows(node, found, low):
+            found.add(node)
+    return found
 
 
 def _may_follow_later(node: fx.Node, kind: str) -> bool:
@@ -133,11 +151,18 @@ def _may_follow_later(node: fx.Node, kind: str) -> bool:
 
 
 def _is_cast_anyway(
-    node: fx.Node, maybe_low: set[fx.Node], lowered: set[fx.Node], low: torch.dtype
+    node: fx.Node,
+    maybe_low: set[fx.Node],
+    lowered: set[fx.Node],
+    rounded: set[fx.Node],
+    low: torch.dtype,
 ) -> bool:
-    """Whether it is read low, and nothing needs it in fp32: others compare it, or add it to what stays fp32."""
+    """Whether it is read low, and nothing needs it in fp32: others compare it, or add it to what stays fp32,
+    and it is made of what was low before. Else rounding could turn comparisons, or swallow what a sum gains.
+    """
     others = [user for user in node.users if user not in lowered]
-    if len(others) == len(node.users) or (others and operator_name(node) not in COMMUTES):
+    may_be_read_low = operator_name(node) in COMMUTES and node in rounded
+    if len(others) == len(node.users) or (others and not may_be_read_low):
         return False
     return all(_reads_low_as_well(user, maybe_low, low) for user in others)
 

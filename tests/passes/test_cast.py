@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from fxpasses.graph import TrainingGraph
+from fxpasses.inductor import decompositions
 from fxpasses.observers import CheckRules
 from fxpasses.passes.base import Report
 from fxpasses.passes.cast import Cast
@@ -179,21 +180,51 @@ def test_a_mask_is_drawn_low_and_draws_what_it_drew():
     assert not any(name in ("bernoulli", "div") for name, _ in casts(graph))
 
 
-def test_what_commutes_with_rounding_is_cast_before_it():
-    # A residual network: what follows a norm is read by a product, by the product's backward, and by a sum.
-    first, second = (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+def stream_of(norm: type[nn.Module], dtype: str, decomposed: bool) -> tuple[TrainingGraph, fx.Node]:
+    """A residual network whose stream is read by a product, by the product's backward, and by a sum."""
+    first, second = (nn.Sequential(nn.Linear(4, 4), norm(4)) for _ in range(2))
 
     def program(x):
         stream = first(x).abs()
         return second(stream) + stream
 
-    graph = joint_of(program, torch.randn(3, 4))
-    checked(graph, cast())
+    table = decompositions() if decomposed else None
+    graph = capture(program, torch.randn(3, 4), decompositions=table).joint
+    checked(graph, cast(dtype))
     (stream,) = (n for n in graph.walk() if operator_name(n) == "abs")
-    assert stream.meta["val"].dtype == torch.bfloat16
-    total = next(n for n in stream.users if operator_name(n) == "add")
+    return graph, stream
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_commutes_with_rounding_is_cast_before_it(dtype, decomposed):
+    graph, stream = stream_of(nn.BatchNorm1d, dtype, decomposed)
+    assert stream.meta["val"].dtype == LOW[dtype]
+    total = [n for n in stream.users if operator_name(n) == "add"][-1]
     assert total.meta["val"].dtype == torch.float32  # what it adds is not rounded before
-    assert (stream.name, torch.bfloat16) not in casts(graph)
+    assert (stream.name, LOW[dtype]) not in casts(graph)
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_stream_that_the_program_carries_in_fp32_is_rounded_for_products_only(dtype, decomposed):
+    graph, stream = stream_of(nn.LayerNorm, dtype, decomposed)
+    assert stream.meta["val"].dtype == torch.float32
+    assert casts(graph).count((stream.name, LOW[dtype])) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_comparisons_read_what_was_not_low_before_unrounded(dtype):
+    layer, gate = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 1e-9))
+
+    def program(x):
+        size = (gate * x).abs()
+        return layer(size) + (size > 0)  # in fp16 it would be 0
+
+    graph = joint_of(program, torch.randn(3, 4))
+    checked(graph, cast(dtype))
+    (compared,) = (n.all_input_nodes[0] for n in graph.walk() if operator_name(n) == "gt")
+    assert compared.meta["val"].dtype == torch.float32
 
 
 def test_what_commutes_with_rounding_stays_where_it_is_needed_in_fp32():
