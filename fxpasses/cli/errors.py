@@ -65,15 +65,23 @@ def _end(error: Exception) -> click.ClickException | None:
 
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
-    """Keep what libraries log of an error to themselves, which is raised anyway; not with `--traceback`."""
+    """Keep to itself what torch logs of an error, which is raised anyway; not with `--traceback`. What a script
+    logs is heard.
+    """
     context = click.get_current_context(silent=True)
-    before = logging.root.manager.disable
-    if context is None or not context.meta.get("traceback"):
-        logging.disable(logging.ERROR)
+    if context is not None and context.meta.get("traceback"):
+        yield
+        return
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    handlers = [h for log in loggers if log.name.split(".")[0] == "torch" for h in log.handlers]
+    levels = [handler.level for handler in handlers]
     try:
+        for handler in handlers:
+            handler.setLevel(max(handler.level, logging.ERROR + 1))
         yield
     finally:
-        logging.disable(before)
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
 
 
 class Wrong(click.ClickException):

@@ -132,7 +132,7 @@ def _run_script(script: Script, has_settings: bool, watcher: Watcher) -> None:
         seen = True
         return watcher(name)
 
-    with watching(watch):
+    with watching(watch), hushed():
         script.run()
     if not seen:
         raise InputError(f"{script.name}: it compiled nothing with backend='hardened'")

@@ -70,3 +70,25 @@ def test_users_code_is_named_by_its_last_line(tmp_path):
 
 def test_code_without_a_line_is_named():
     assert str(raised_in(KeyError("x"), "mine:f")) == "mine:f: KeyError: 'x'"
+
+
+SCRIPT = """import logging
+
+import torch
+
+logging.getLogger("mine").error("my own words")
+model = torch.compile(torch.nn.Linear(4, 3), backend="hardened_aot_eager")
+model(torch.randn(2, 5))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--traceback"]])
+def test_a_script_that_does_not_compile_says_so_in_one_line(tmp_path, flags):
+    (tmp_path / "bad.py").write_text(SCRIPT)
+    main = "from fxpasses.cli import main; main()"
+    command = [sys.executable, "-c", main, "dump", "bad.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    own, *rest = done.stderr.splitlines()
+    assert own == "my own words" and rest[-1].startswith("Error: bad.py:7: TorchRuntimeError")
+    assert ("Traceback" in done.stderr) == bool(flags) and (len(rest) == 1) != bool(flags)
