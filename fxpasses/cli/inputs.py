@@ -68,6 +68,9 @@ class Script:
             if end.code not in (None, 0):
                 raise InputError(f"{self.path}: the script ended with {end.code!r}") from end
         except Exception as error:
+            inner = getattr(error, "inner_exception", None)  # what torch.compile wraps
+            if isinstance(inner, BrokenPipeError):  # nobody reads what is printed of its graphs
+                raise inner from error
             raise raised_in(error, self.name) from error
         finally:
             sys.argv, sys.path[:] = argv, path

@@ -72,6 +72,17 @@ def test_code_without_a_line_is_named():
     assert str(raised_in(KeyError("x"), "mine:f")) == "mine:f: KeyError: 'x'"
 
 
+def test_a_reader_of_a_scripts_graphs_may_go_away(tmp_path):
+    model = 'torch.compile(torch.nn.Linear(4, 4), backend="hardened_aot_eager")'
+    (tmp_path / "train.py").write_text(
+        f"import torch\n\n{model}(torch.ones(2, 4)).sum().backward()\n"
+    )
+    command = f"{sys.executable} -c 'from fxpasses.cli import main; main()' dump train.py | true"
+    done = subprocess.run(command, shell=True, capture_output=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0 and done.stderr == b""
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
 SCRIPT = """import logging
 
 import torch
