@@ -102,6 +102,10 @@ class Layout:
         """Elements of each shard; the last ones may hold fewer of the bucket, or none."""
         return shard_numel(self.numel, self.shards)
 
+    def held_by(self, shard: int) -> int:
+        """Elements of the bucket in one shard."""
+        return min(max(self.numel - shard * self.shard_numel, 0), self.shard_numel)
+
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Parameters cut at the borders of shards, in order."""

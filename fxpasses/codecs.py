@@ -140,11 +140,11 @@ class Quantised(_InShards):
         return torch.ops.fxpasses.dequantise(self.rows(arrived), *layout.fields)
 
     def residual(self, new: Tensor, lost: Tensor | None) -> Tensor:
-        size = self.layout.shard_numel
-        start, end = self.rank * size, min((self.rank + 1) * size, self.layout.numel)
-        if lost is None or start >= end:
+        start, held = self.rank * self.layout.shard_numel, self.layout.held_by(self.rank)
+        end = start + held
+        if lost is None or not held:
             return new
-        owned = new[start:end] + self.world * lost[: end - start]
+        owned = new[start:end] + self.world * lost[:held]
         return torch.slice_scatter(new, owned, 0, start, end)
 
 

@@ -64,7 +64,7 @@ def requantise(
         *(groups.segments, groups.count),
         constants=constants,
     )
-    held = min(max(layout.numel - first, 0), layout.shard_numel)
+    held = layout.held_by(shard)
     finish("quantise", constants, piece, residual, lost, bad, out_groups.gaps, held, pieces)
     return piece, lost
 

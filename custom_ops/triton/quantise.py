@@ -105,7 +105,7 @@ def requantise(
             *(out_groups.aligned_bytes, rows, seed is not None, residual is not None),
             **OPTIONS,
         )
-    held = min(max(layout.numel - first, 0), layout.shard_numel)
+    held = layout.held_by(shard)
     finish(piece, residual, lost, bad, out_groups.gaps, held, pieces)
     return piece, lost
 

@@ -327,8 +327,11 @@ def test_optimizers_of_parts_of_a_model_share_its_norm():
     model = mlp()
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
     loss_of(compiled_of(model)(batches(0, 1)[0])).backward()
+    expected = [p.detach() - 0.1 * p.grad for p in model.parameters()]
     for optimizer in optimizers:
         optimizer.step()
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.detach(), value)
 
 
 def test_a_parameter_that_is_used_outside_as_well_is_noticed():

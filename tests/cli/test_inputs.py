@@ -98,8 +98,10 @@ def test_a_script_that_fails(folder, code, message):
 
 
 def test_a_script_may_end_itself(folder):
-    (folder / "train.py").write_text("import sys\nsys.exit(0)")
+    lines = ["import sys", "open('before', 'w')", "sys.exit(0)", "open('behind', 'w')"]
+    (folder / "train.py").write_text("\n".join(lines))
     resolve("train.py").run()
+    assert (folder / "before").exists() and not (folder / "behind").exists()
 
 
 def test_an_exported_program(folder):
