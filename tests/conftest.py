@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws is the same in each run, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     yield
     torch._dynamo.reset()

@@ -130,6 +130,8 @@ def _rank_main(
         world_size=world,
         timeout=timedelta(seconds=gloo_timeout_s),
     )
+    # One that is done at once would close its connections while others still make theirs.
+    dist.barrier()
     try:
         sender.send_bytes(_packed(None, program(rank, *args)))
     except BaseException:

@@ -4,8 +4,8 @@ WRITTEN = (
     ("shares are not weighed", "self.world * lost", "lost"),
     (
         "another rank's shard",
-        "start, end = self.rank * size",
-        "start, end = (self.rank + 1) % self.world * size",
+        "self.rank * self.layout.shard_numel",
+        "(self.rank + 1) % self.world * self.layout.shard_numel",
     ),
     ("two legs from four on", "_TWO_LEGS_FROM = 3", "_TWO_LEGS_FROM = 4"),
     (
