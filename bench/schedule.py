@@ -4,9 +4,11 @@
 
 For each number of ranks two runs, each with every rank on its link. The first calibrates: rates of computing
 and coding with all ranks at once, the link, and each model's step without any communication. The second times
-steps of each scheme and of DDP in turn. What is predicted comes from the first alone: no step that sends
-anything is part of it. `bound` is 1.05 times the larger of computing and coding (measured, without
-communication, and the cost model's) and the bytes to send divided by the rate, plus the last bucket's tail.
+steps of each scheme, of DDP and, once more, without any communication in turn. What is predicted comes from
+the first, with rates of computing that explain the second's step without communication, since a machine's pace
+changes from minute to minute: no step that sends anything is part of it. `bound` is 1.05 times the larger of
+computing and coding (measured, without communication, and the cost model's) and the bytes to send divided by
+the rate, plus the last bucket's tail.
 `--keep` also writes bench/results/schedule.txt.
 """
 
@@ -29,6 +31,7 @@ from bench.cnn import CNN
 from bench.exchange import BITS_PER_S
 from bench.gpt import GPT, LINK, GPTConfig
 from bench.steps import (
+    Step,
     ddp,
     finish_rank,
     hardened,
@@ -50,6 +53,7 @@ SCHEMES = ("none", "int8", "int4", "topk")
 RESULTS = Path(__file__).parent / "results" / "schedule.txt"
 TIMEOUT_S = 3600
 MACHINES = "BENCH_SCHEDULE_MACHINES"  # environment: each model's rates, for the ranks
+STEP, GRADIENTS = "step", "gradients"  # without communication
 STEP_GOAL, DDP_GOAL, ERROR_GOAL = 1.05, 1.00, 0.037
 
 Made = tuple[nn.Module, torch.Tensor, torch.Tensor]  # model, inputs, classes
@@ -114,22 +118,26 @@ def _verdict(met: bool) -> str:
 def calibrate(args: argparse.Namespace) -> None:
     """On each rank: rates, and steps that send nothing."""
     start_rank()
-    machine = measured_rates()
-    local: dict[str, Any] = {}
+    machine = dataclasses.asdict(measured_rates())
+    local = {}
     for name in args.models:
-        model, inputs, classes = MODELS[name]()
-        compiled = torch.compile(model)
-        steps = {
-            "step": step_of(model, compiled, inputs, classes),
-            "gradients": step_of(model, compiled, inputs, classes, updates=False),
-        }
-        times = timed_in_turn(steps, args.rounds)
-        local[name] = {key: statistics.median(seconds) for key, seconds in times.items()}
-    finish_rank({"machine": dataclasses.asdict(machine), "local": local})
+        times = timed_in_turn(steps_alone(name), args.rounds)
+        local[name] = statistics.median(times[GRADIENTS])
+    finish_rank({"machine": machine, "local": local})
+
+
+def steps_alone(name: str) -> dict[str, Step]:
+    """A model's step, and its part up to the gradients, without communication."""
+    model, inputs, classes = MODELS[name]()
+    compiled = torch.compile(model)
+    return {
+        STEP: step_of(model, compiled, inputs, classes),
+        GRADIENTS: step_of(model, compiled, inputs, classes, updates=False),
+    }
 
 
 def worker(args: argparse.Namespace) -> None:
-    """On each rank: steps of each scheme and of DDP, in turn."""
+    """On each rank: steps of each scheme, of DDP and without communication, in turn."""
     start_rank()
     machines = json.loads(os.environ[MACHINES])
     found: dict[str, Any] = {}
@@ -137,7 +145,7 @@ def worker(args: argparse.Namespace) -> None:
         wraps = {"ddp": ddp(args.bucket_mb)}
         for scheme in args.schemes:
             wraps[scheme] = hardened(args.bucket_mb, **options(args, scheme, machines[name]))
-        steps = {}
+        steps = steps_alone(name)
         for key, wrap in wraps.items():
             model, inputs, classes = MODELS[name]()
             steps[key] = step_of(model, wrap(model), inputs, classes)
@@ -152,35 +160,39 @@ def options(args: argparse.Namespace, scheme: str, machine: dict[str, Any]) -> d
 def rows(args: argparse.Namespace, ranks: int) -> Iterator[Row]:
     """Both runs of one number of ranks."""
     first = result_of(_run(ranks, args.rate, "--calibrate"))
-    plans: dict[tuple[str, str], Plan] = {}
-    machines: dict[str, dict[str, Any]] = {}
+    measured = Machine.parse(first["machine"])
+    machines = {}
     for name in args.models:
-        model, inputs, _ = MODELS[name]()
-        rates = Machine.parse(first["machine"])
-        alone = plan_step(trace(model, (inputs,)), rates, 1).step_s
-        rates = scaled(rates, alone / first["local"][name]["gradients"])
+        rates = scaled(measured, alone(name, measured) / first["local"][name])
         machines[name] = dataclasses.asdict(rates)
-        for scheme in args.schemes:
-            chosen = {"bucket_mb": args.bucket_mb, **options(args, scheme, machines[name])}
-            plans[name, scheme] = plan_step(
-                trace(model, (inputs,), chosen, world=ranks), rates, ranks
-            )
     os.environ[MACHINES] = json.dumps(machines)
     second = result_of(_run(ranks, args.rate, "--worker"))
     bytes_per_s = float(args.rate[:-4]) * BITS_PER_S[args.rate[-4:]] / 8
-    for (name, scheme), plan in plans.items():
-        local, times = first["local"][name], second[name]
-        compute = local["step"] + plan.busy_s["codec"]
-        floor = sum(row.sent_bytes for row in plan.buckets) / bytes_per_s
-        yield Row(
-            name,
-            ranks,
-            scheme,
-            statistics.median(times[scheme]),
-            plan.step_s + local["step"] - local["gradients"],
-            STEP_GOAL * max(compute, floor) + tail(plan),
-            statistics.median(ratios(times, scheme, "ddp")),
-        )
+    for name in args.models:
+        times = second[name]
+        step, gradients = (statistics.median(times[key]) for key in (STEP, GRADIENTS))
+        rates = scaled(measured, alone(name, measured) / gradients)
+        model, inputs, _ = MODELS[name]()
+        for scheme in args.schemes:
+            # What the ranks compiled, with their rates; and what it takes.
+            chosen = {"bucket_mb": args.bucket_mb, **options(args, scheme, machines[name])}
+            plan = plan_step(trace(model, (inputs,), chosen, world=ranks), rates, ranks)
+            floor = sum(row.sent_bytes for row in plan.buckets) / bytes_per_s
+            yield Row(
+                name,
+                ranks,
+                scheme,
+                statistics.median(times[scheme]),
+                plan.step_s + step - gradients,
+                STEP_GOAL * max(step + plan.busy_s["codec"], floor) + tail(plan),
+                statistics.median(ratios(times, scheme, "ddp")),
+            )
+
+
+def alone(name: str, machine: Machine) -> float:
+    """Seconds of forward and backward on one rank that the rates predict."""
+    model, inputs, _ = MODELS[name]()
+    return plan_step(trace(model, (inputs,)), machine, 1).step_s
 
 
 def tail(plan: Plan) -> float:

@@ -8,11 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpasses import registry
 from fxpasses.distributed.group import resolve
 from tests.graphs import WORLD
+
+# The same examples in each run: a change that breaks nothing passes. `make fuzz` looks for new ones.
+settings.register_profile("tests", derandomize=True)
+settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

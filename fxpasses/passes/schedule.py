@@ -22,7 +22,7 @@ from torch import fx
 
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
-from fxpasses.schedule.build import LAUNCH, WAIT, Program, build
+from fxpasses.schedule.build import LAUNCH, SEND, WAIT, Program, build
 from fxpasses.schedule.machine import Machine
 from fxpasses.schedule.tasks import CODEC, LINK, Schedule, queued
 
@@ -86,7 +86,7 @@ class Scheduling(Pass):
 
 def launched(program: Program, schedule: Schedule) -> list[int]:
     """The order of a schedule as a program can have it: a link begins with its launch, and serves one after the
-    other, so launches stand in the order in which links are to begin.
+    other, so launches stand in the order in which links are to begin; behind each what the host loses by it.
     """
     order: list[int] = []
     begins = [i - 1 for i in schedule.order if program.works[i].kind == LINK]  # their launches
@@ -95,8 +95,11 @@ def launched(program: Program, schedule: Schedule) -> list[int]:
         if program.works[i].kind == LAUNCH:
             ready.add(i)
             while begins and begins[0] in ready:
-                order += [begins[0], begins.pop(0) + 1]
-        elif program.works[i].kind != LINK:
+                launch = begins.pop(0)
+                order += [launch, launch + 1]
+                behind = program.works[launch + 2 : launch + 3]
+                order += [launch + 2 for work in behind if work.kind == SEND]
+        elif program.works[i].kind not in (LINK, SEND):
             order.append(i)
     return order
 

@@ -4,8 +4,8 @@
       compute        codec        codec     link      codec    codec
 
 Codecs run on the host's thread, on CUDA on the SMs that compute: their tasks occupy `compute` as well, whatever
-their track is called. A launch takes the host a moment, then the link; a wait takes no time itself, but the
-host does nothing else until what it waits for has arrived.
+their track is called. A launch takes the host a moment, then the link, and beside it the host what it loses by
+sending; a wait takes no time itself, but the host does nothing else until what it waits for has arrived.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxpasses.schedule.machine import Machine
 from fxpasses.schedule.order import is_heavy
 from fxpasses.schedule.tasks import CODEC, COMPUTE, LINK, Task
 
-LAUNCH, WAIT = "launch", "wait"
+LAUNCH, SEND, WAIT = "launch", "send", "wait"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Work:
     """What a task stands for.
 
     Attributes:
-        kind: `"compute"`, `"codec"`, `"launch"`, `"link"` or `"wait"`.
-        nodes: of the graph, in order; a link's is its launch.
+        kind: `"compute"`, `"codec"`, `"launch"`, `"link"`, `"send"` or `"wait"`.
+        nodes: of the graph, in order; a launch's stands for its link and for what the host loses by it too.
         cost: of all of them.
         bucket: parameters whose gradients it is about; empty for the model's own computation.
     """
@@ -76,20 +76,20 @@ def build(
         only: leave out all other nodes; empty: leave out none.
     """
     chosen = set(only)
-    works = list(_works(n for n in graph.walk() if not chosen or n in chosen))
+    works = list(_works((n for n in graph.walk() if not chosen or n in chosen), machine))
     sizes = sizes_of(graph.graph)
     position: dict[fx.Node, int] = {}  # of the task that makes a node's value
     tasks: list[Task] = []
     own = -1  # the last task that is not about a bucket: these keep their order
+    launch = -1  # the last one
     for i, work in enumerate(works):
-        after = set(_before(work, position))
-        if work.kind == LINK:
-            after = {i - 1}
-        if not work.bucket and work.kind != LINK:
+        after = {launch} if work.kind in (LINK, SEND) else set(_before(work, position))
+        launch = i if work.kind == LAUNCH else launch
+        if not work.bucket and work.kind not in (LINK, SEND):
             after |= {own} - {-1}
             own = i
-        for node in work.nodes:
-            position[node] = i
+        if work.kind != SEND:
+            position.update(dict.fromkeys(work.nodes, i))
         group = str(work.nodes[0].args[-1]) if work.kind == LINK else ""
         tasks.append(
             Task(
@@ -103,7 +103,7 @@ def build(
     return Program(tuple(works), tuple(tasks))
 
 
-def _works(nodes: Iterable[fx.Node]) -> Iterator[Work]:
+def _works(nodes: Iterable[fx.Node], machine: Machine) -> Iterator[Work]:
     """Kernels one by one, and what stands between them as far as it belongs together."""
     loop: list[fx.Node] = []
     for node in nodes:
@@ -119,8 +119,10 @@ def _works(nodes: Iterable[fx.Node]) -> Iterator[Work]:
             yield Work(WAIT, (node,), Cost(), _bucket(node))
         elif is_launch(node):
             sent = transfer(node)
-            yield Work(LAUNCH, (node,), Cost(sent=sent), _bucket(node))
+            yield Work(LAUNCH, (node,), Cost(launches=1), _bucket(node))
             yield Work(LINK, (node,), sent, _bucket(node))
+            if machine.host_s:
+                yield Work(SEND, (node,), Cost(sent=sent), _bucket(node))
         else:
             bucket = _bucket(node)
             yield Work(CODEC if bucket else COMPUTE, (node,), single(node), bucket)

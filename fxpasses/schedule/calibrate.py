@@ -28,7 +28,7 @@ from fxpasses.trace import trace
 _REPEATS = 5
 _WIDTH, _ROWS = 512, 512  # of the product that is timed
 _COPIED = 2**24  # elements
-_CODED = 2**21  # elements: as a bucket, more than a cache
+_CODED = 2**22  # elements: as a bucket, more than a cache
 _SMALL, _LARGE = 2**10, 2**23  # elements of a message
 
 
@@ -77,16 +77,24 @@ def scaled(machine: Machine, factor: float) -> Machine:
 
 def _timed(run: Callable[[], Any]) -> float:
     """Seconds, the median of some runs, after one that is not counted; with all ranks at once."""
-    times = []
+    return _timed_in_turn([run])[0]
+
+
+def _timed_in_turn(runs: Sequence[Callable[[], Any]]) -> list[float]:
+    """The same of several, one after the other in each round: none has all of its runs in a slow moment, or
+    all that take memory that is new to the process.
+    """
+    times: list[list[float]] = [[] for _ in runs]
     for index in range(_REPEATS + 1):
-        if is_initialized():
-            dist.barrier()
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-        if index == 0:
-            times.clear()
-    return statistics.median(times)
+        for run, own in zip(runs, times, strict=True):
+            if is_initialized():
+                dist.barrier()
+            started = time.perf_counter()
+            run()
+            own.append(time.perf_counter() - started)
+            if index == 0:
+                own.clear()
+    return [statistics.median(own) for own in times]
 
 
 def _compute_rates() -> dict[str, Any]:
@@ -117,16 +125,21 @@ def _step_seconds(program: Callable[..., Any], args: Sequence[Any]) -> float:
 
 def _codec_rates() -> dict[str, Any]:
     flat, residual = torch.randn(_CODED), torch.zeros(_CODED)
-    encode_s, decode_s = {}, {}
-    for scheme in Machine().encode_s:
+    schemes = list(Machine().encode_s)
+    encodes, decodes = [], []
+    for scheme in schemes:
         codec = codec_of(Scheme(scheme), [_CODED], "", 2, 0)
         old = residual if Scheme(scheme).has_residual else None
         payload, _ = codec.encode(flat, old, None)
-        arrived = torch.cat([payload, payload])
-        encode_s[scheme] = _timed(partial(codec.encode, flat, old, None)) / _CODED
-        payloads = 1 if scheme == "topk" else 2  # how its elements are counted
-        decode_s[scheme] = _timed(partial(codec.decode, arrived)) / _CODED / payloads
-    return {"encode_s": encode_s, "decode_s": decode_s}
+        encodes.append(partial(codec.encode, flat, old, None))
+        decodes.append(partial(codec.decode, torch.cat([payload, payload])))
+    encode_s = [seconds / _CODED for seconds in _timed_in_turn(encodes)]
+    payloads = [1 if scheme == "topk" else 2 for scheme in schemes]  # how elements are counted
+    decode_s = [s / _CODED / n for s, n in zip(_timed_in_turn(decodes), payloads, strict=True)]
+    return {
+        "encode_s": dict(zip(schemes, encode_s, strict=True)),
+        "decode_s": dict(zip(schemes, decode_s, strict=True)),
+    }
 
 
 def _link_rates() -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Cost:
         bytes: read and written.
         operators: kernels.
         encoded, decoded: elements by scheme of compression; decoded ones for each payload.
-        sent: the collective that the host launches, and will be kept from computing by.
+        launches: collectives that the host launches.
+        sent: a collective that keeps the host from computing while it is on its way.
     """
 
     flops: Amount = 0
@@ -65,6 +66,7 @@ class Cost:
     operators: int = 0
     encoded: Coded = ()
     decoded: Coded = ()
+    launches: int = 0
     sent: Transfer | None = None
 
     def formula(self, machine: Machine, world: Any) -> Any:
@@ -76,8 +78,10 @@ class Cost:
         for coded, seconds in ((self.encoded, machine.encode_s), (self.decoded, machine.decode_s)):
             for scheme, elements in coded:
                 total = total + elements * seconds[scheme]
+        if self.launches:
+            total = total + self.launches * machine.collective_s
         if self.sent is not None:
-            total = total + machine.collective_s + self.sent.volume(world) * machine.host_s
+            total = total + self.sent.volume(world) * machine.host_s
         return total
 
 

@@ -207,7 +207,7 @@ def _agreement(machine: Machine, world: int) -> Program:
     if world == 1:
         return Program((), ())
     sent = Transfer("all_reduce", 4 * 8)
-    works = (Work(LAUNCH, (), Cost(sent=sent)), Work(LINK, (), sent), Work(WAIT, (), Cost()))
+    works = (Work(LAUNCH, (), Cost(launches=1)), Work(LINK, (), sent), Work(WAIT, (), Cost()))
     resources = (COMPUTE, f"{LINK}:agreement", COMPUTE)
     return Program(
         works,

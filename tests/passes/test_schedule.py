@@ -14,6 +14,7 @@ from fxpasses.passes.schedule import Scheduling, launched, reorder
 from fxpasses.registry import parse_pipeline
 from fxpasses.schedule.build import build
 from fxpasses.schedule.machine import Machine
+from fxpasses.schedule.solve import solve
 from fxpasses.schedule.tasks import in_order, queued
 from fxpasses.testing import run_world
 from fxpasses.trace import trace
@@ -116,6 +117,16 @@ def test_launches_stand_in_the_order_in_which_links_begin():
     assert sorted(order) == list(range(len(order)))
     begun = [order.index(i) for i in links]
     assert begun == [order.index(i - 1) + 1 for i in links]
+
+
+def test_what_the_host_loses_stands_behind_its_launch():
+    machine = Machine.parse(f"{SLOW};host_s=1e-07")
+    program = build(traced(4, "int8"), machine, 4)
+    order = launched(program, solve(program.tasks).schedule)
+    assert sorted(order) == list(range(len(program.tasks)))
+    place = {i: at for at, i in enumerate(order)}
+    sends = [i for i, work in enumerate(program.works) if work.kind == "send"]
+    assert sends and all(place[i] == place[i - 1] + 1 == place[i - 2] + 2 for i in sends)
 
 
 def test_nodes_follow_their_tasks():

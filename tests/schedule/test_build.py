@@ -88,6 +88,24 @@ def test_tasks_come_after_what_they_read():
             assert program.works[read].kind == "link" and program.works[read].bucket == work.bucket
 
 
+def test_what_the_host_loses_by_sending_runs_beside_the_link():
+    graph, host_s = backward(2), 4e-9
+    program = build(graph, Machine(host_s=host_s), 2)
+    schedule = queued(program.tasks, in_order(program.tasks))
+    sends = [i for i, work in enumerate(program.works) if work.kind == "send"]
+    assert len(sends) == 3
+    for i in sends:
+        assert [w.kind for w in program.works[i - 2 : i]] == ["launch", "link"]
+        assert program.tasks[i].after == (i - 2,) and program.tasks[i].resource == "compute"
+        sent = program.works[i - 1].cost.volume(2)
+        assert program.tasks[i].duration == pytest.approx(sent * host_s)
+        assert schedule.starts[i] == schedule.ends[i - 2]
+    # The last one is computing that the host would have waited in.
+    free = build(graph, Machine(), 2)
+    lost = schedule.makespan - queued(free.tasks, in_order(free.tasks)).makespan
+    assert lost <= sum(program.tasks[i].duration for i in sends[:-1]) + 1e-12
+
+
 def test_the_models_own_computation_keeps_its_order():
     program = build(backward(2), Machine(), 2)
     own = [i for i, work in enumerate(program.works) if work.kind == "compute"]

@@ -115,7 +115,7 @@ def test_numbers_are_what_the_closed_form_says():
     costs = [
         Cost(flops=10**9, bytes=10**6, operators=2),
         Cost(flops=10**3, bytes=10**6, encoded=(("int4", 1000),), decoded=(("topk", 10),)),
-        Cost(sent=Transfer("all_reduce", 10**6)),
+        Cost(launches=2, sent=Transfer("all_reduce", 10**6)),
         Transfer("all_reduce", 10**6),
         Transfer("all_gather_into_tensor", 10**5),
         Transfer("broadcast", 10**2),

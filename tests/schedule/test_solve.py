@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
 from fxpasses.schedule.solve import critical_path, solve
 from fxpasses.schedule.tasks import Task, in_order, needed_memory, queued
@@ -97,6 +97,16 @@ def test_the_same_order_each_time(tasks):
 def test_the_optimum_of_small_graphs(memory):
     @SLOW
     @given(task_graphs(most=12, memory=memory))
+    # Nine tasks that take no time have more orders than can be looked at.
+    @example(
+        [*(Task("long", 1, r, (), 1) for r in "ab"), *(Task(f"t{i}", 0, "a") for i in range(9))]
+    )
+    @example(
+        [
+            *(Task("long", 1, r, (), 1) for r in "ab"),
+            *(Task(f"t{i}", 0, "a", (), 1) for i in range(9)),
+        ]
+    )
     def compare(tasks: list[Task]) -> None:
         cap = needed_memory(tasks, in_order(tasks)) if memory else None
         solution = solve(tasks, cap)
