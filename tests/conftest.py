@@ -15,7 +15,7 @@ from fxpasses import registry
 from fxpasses.distributed.group import resolve
 from tests.graphs import WORLD
 
-# The same examples in each run: a change that breaks nothing passes. `make fuzz` looks for new ones.
+# The same examples in each run: a change that breaks nothing passes.
 settings.register_profile("tests", derandomize=True)
 settings.load_profile("tests")
 
