@@ -10,11 +10,13 @@ With u the unit roundoff of the accumulation, u' that of the result, [M, K] and 
 b = B e, c = C e:
 
     |c_i - A_i b - d_i|  <=  L u (2 sqrt(K) + sqrt(N)) w_i
-                             + L (u (sqrt(K) + sqrt(N)) + u') max(sqrt(N) max_j |C_ij|, |c_i|)  +  tiny
+                             + L (u (sqrt(K) + sqrt(N)) + u') max(m_i, |c_i|)  +  tiny
+    m_i = min(sqrt(N) max_j |C_ij|, sum_j |C_ij|)
     w_i^2 = sum_k A_ik^2 max(|B_k|^2, b_k^2)
 
 The first term is the walk of partial sums around their mean, the second their drift and the last rounding;
-the maxima cover columns that are alike, whose roundings are alike too. L is 8. It splits mean and variance as
+the maxima cover columns that are alike, whose roundings are alike too. m_i is no less than the row's norm, and
+no more than one element that a fault has made huge, of however many. L is 8. It splits mean and variance as
 V-ABFT does (2026), whose factors are of the same size; it is a statement about roundings that are not
 adversarial, not a proof. C, which a fault may have made huge, is not squared.
 """
@@ -92,17 +94,20 @@ def disagrees(
     expected = (a_wide * b_sums).sum(-1)
     walk = (a_wide.square() * b_squares).sum(-1).sqrt()
     c_wide = c.to(wide)
-    found, largest = c_wide.sum(-1), c_wide.abs().amax(-1)
+    found, sizes = c_wide.sum(-1), c_wide.abs()
     if d is not None:
         expected = expected + d.to(WIDE).expand(c.shape).sum(-1)
     unit = torch.finfo(torch.promote_types(c.dtype, accumulator)).eps / 2
     rounding = 0.0 if c.dtype.itemsize >= 4 else torch.finfo(c.dtype).eps / 2
-    drift = torch.maximum(outer * largest, found.abs())
-    bound = unit * (2 * inner + outer) * walk + (unit * (inner + outer) + rounding) * drift
+    # Factors first: what a fault has made as large as the dtype goes would be infinite if it were larger.
+    share = DEVIATIONS * (unit * (inner + outer) + rounding)
+    norm = torch.minimum(share * outer * sizes.amax(-1), share * sizes.sum(-1))
+    drift = torch.maximum(norm, share * found.abs())
+    bound = DEVIATIONS * unit * (2 * inner + outer) * walk + drift
     # What is so small that its square is none counts as that small, and no less.
     tiny = torch.finfo(c.dtype).tiny * c.shape[-1]
     tiny += unit * math.sqrt(torch.finfo(wide).tiny) * a.shape[-1] * c.shape[-1]
-    agrees = (found - expected).abs() <= DEVIATIONS * bound + tiny
+    agrees = (found - expected).abs() <= bound + tiny
     # What may overflow, or was not finite when it came in, is no fault of this product.
     may_overflow = ~(inner * walk < torch.finfo(c.dtype).max)
     return ~torch.where(found.isfinite(), agrees, may_overflow).all()

@@ -60,6 +60,16 @@ def test_what_is_not_finite_is_noticed(value):
     assert is_wrong(c, a, b, None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("share", [1.0, -0.25, 1 / 64])
+@pytest.mark.parametrize("n", [8, 257, 1024])
+def test_what_is_as_large_as_the_dtype_goes_is_noticed(dtype, share, n):
+    a, b = matrix("normal", 8, 8, dtype, 0), matrix("normal", 8, n, dtype, 1)
+    c = a @ b
+    c[2, 3] = share * torch.finfo(dtype).max
+    assert is_wrong(c, a, b, None)
+
+
 def test_what_came_in_is_no_alarm_and_neither_is_what_may_overflow():
     a, b = matrix("normal", 8, 8, torch.float16, 0), matrix("normal", 8, 8, torch.float16, 1)
     a[1, 1] = float("nan")
