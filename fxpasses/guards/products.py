@@ -96,7 +96,7 @@ def disagrees(
     c_wide = c.to(wide)
     found, sizes = c_wide.sum(-1), c_wide.abs()
     if d is not None:
-        expected = expected + d.to(WIDE).expand(c.shape).sum(-1)
+        expected = expected + _row_sums(d, c.shape[-1])
     unit = torch.finfo(torch.promote_types(c.dtype, accumulator)).eps / 2
     rounding = 0.0 if c.dtype.itemsize >= 4 else torch.finfo(c.dtype).eps / 2
     # Factors first: what a fault has made as large as the dtype goes would be infinite if it were larger.
@@ -111,6 +111,14 @@ def disagrees(
     # What may overflow, or was not finite when it came in, is no fault of this product.
     may_overflow = ~(inner * walk < torch.finfo(c.dtype).max)
     return ~torch.where(found.isfinite(), agrees, may_overflow).all()
+
+
+def _row_sums(d: Tensor, columns: int) -> Tensor:
+    """Of a tensor that broadcasts to so many columns; what all rows share is added up once."""
+    d = d.to(WIDE)
+    if d.dim() and d.shape[-1] == columns:
+        return d.sum(-1)
+    return columns * (d.squeeze(-1) if d.dim() else d)
 
 
 def _wide(c: Tensor) -> torch.dtype:

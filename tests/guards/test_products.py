@@ -30,9 +30,10 @@ def matrix(kind: str, rows: int, columns: int, dtype: torch.dtype, seed: int) ->
 @given(SIZES, SIZES, SIZES, st.sampled_from(KINDS), st.sampled_from(KINDS), st.integers(0, 99))
 def test_roundings_are_no_alarm(dtype, m, k, n, left, right, seed):
     a, b = matrix(left, m, k, dtype, seed), matrix(right, k, n, dtype, seed + 1)
-    d = matrix("normal", 1, n, dtype, seed + 2)[0]
+    d = matrix("normal", m, n, dtype, seed + 2)
     assert not is_wrong(a @ b, a, b, None)
-    assert not is_wrong(torch.addmm(d, a, b), a, b, d)
+    for added in (d, d[0], d[:1], d[:, :1], d[0, 0]):
+        assert not is_wrong(torch.addmm(added, a, b), a, b, added)
     assert not is_wrong((a.mT.contiguous().mT @ b), a, b, None)
     c = torch.bmm(a.expand(3, m, k), b.expand(3, k, n))
     assert not is_wrong(c, a.expand(3, m, k), b.expand(3, k, n), None)
