@@ -69,31 +69,41 @@ def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
 
 
 def _parameters_of(x: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, held in held_by(x):
+        if isinstance(held, torch.nn.Parameter):
+            yield name, held
+        else:
+            prefix = f"{name}." if name else ""
+            yield from ((prefix + k, p) for k, p in held.named_parameters())
+
+
+def held_by(x: Any) -> Iterator[tuple[str, torch.nn.Module | torch.nn.Parameter]]:
+    """The modules and parameters that `x` is, or that a function is bound to or closes over, with their names
+    there.
+    """
     if isinstance(x, torch.nn.Module):
-        yield from x.named_parameters()
+        yield "", x
         return
     if isinstance(x, functools.partial):
         for part in (x.func, *x.args, *x.keywords.values()):
-            yield from _parameters_of(part)
+            yield from held_by(part)
         return
     bound = getattr(x, "__self__", None)
     if bound is not None:
-        yield from _parameters_of(bound)
+        yield from held_by(bound)
         return
     if isinstance(original := getattr(x, "_torchdynamo_orig_callable", None), functools.partial):
-        yield from _parameters_of(original)
+        yield from held_by(original)
         return
     function = inspect.unwrap(original or x) if callable(x) else x
     if not inspect.isfunction(function):
         if function is not x:
-            yield from _parameters_of(function)
+            yield from held_by(function)
         return
     reached = inspect.getclosurevars(function)
     for name, value in {**reached.globals, **reached.nonlocals}.items():
-        if isinstance(value, torch.nn.Parameter):
+        if isinstance(value, torch.nn.Module | torch.nn.Parameter):
             yield name, value
-        elif isinstance(value, torch.nn.Module):
-            yield from ((f"{name}.{k}", p) for k, p in value.named_parameters())
 
 
 @torch.compiler.disable

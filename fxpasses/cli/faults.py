@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -9,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpasses.cli.errors import Command, InputError
+from fxpasses.cli.errors import Command
 
 if TYPE_CHECKING:
-    from fxpasses.cli.inputs import Program
     from fxpasses.faults.trials import Trials
 
 _PHASES = ("forward", "backward", "gradient")
@@ -39,7 +39,11 @@ def faults() -> None:
 @click.option("--timeout", default=60.0, help="Seconds after which an injection is a hang.")
 @click.option("--output", default="campaign", type=click.Path(file_okay=False, path_type=Path))
 def campaign(program: str, output: Path, sites: int, timeout: float, **given: Any) -> None:
-    """Inject faults into PROGRAM (module:name or file.py:name), one in each run of forward and backward.
+    """Inject faults into PROGRAM, one in each run of its forward and backward.
+
+    PROGRAM is package.module:name or file.py:name, a function that returns a module and its arguments; a .pt2
+    that torch.export.save wrote, run with the inputs that it was exported with; or a .py script, of which the
+    first call of what it compiles with this backend is run.
 
     OUTPUT gets campaign.csv, a row for each injection, report.html and heatmap.png. Started again with the same
     arguments, a campaign that was stopped goes on where it was.
@@ -52,10 +56,14 @@ def campaign(program: str, output: Path, sites: int, timeout: float, **given: An
         TimeRemainingColumn,
     )
 
+    from fxpasses.cli.called import called
+    from fxpasses.cli.inputs import Script, resolve
     from fxpasses.faults.campaign import run_campaign
     from fxpasses.faults.report import heading, shares, write_page, write_picture
 
-    _program(program)  # what is wrong with it is said here, not by a process that repeats it
+    found = resolve(program)  # what is wrong with it is said here, not by a process that repeats it
+    if not isinstance(found, Script):  # which is run in that process alone
+        called(found)
     given["where"] = list(given["where"] or _PHASES)
     settings = {"program": program, **given}
     make = functools.partial(_trials, settings)
@@ -66,9 +74,10 @@ def campaign(program: str, output: Path, sites: int, timeout: float, **given: An
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, transient=True) as progress:
+    done = run_campaign(make, output, settings, sites, timeout)
+    with contextlib.closing(done), Progress(*columns, transient=True) as progress:
         task = progress.add_task("injections", total=sites)
-        for row in run_campaign(make, output, settings, sites, timeout):
+        for row in done:
             rows.append(row)
             progress.advance(task)
     write_picture(rows, output / "heatmap.png")
@@ -92,43 +101,55 @@ def reproduce(folder: Path, trial: int) -> None:
     click.echo(_script(settings, rows[trial]))
 
 
-def _program(word: str) -> Program:
-    from fxpasses.cli.inputs import Program, resolve
-
-    found = resolve(word)
-    if not isinstance(found, Program):
-        raise InputError(f"{word}: expected module:name or file.py:name")
-    return found
-
-
 def _trials(settings: dict[str, Any]) -> Trials:
-    from fxpasses.faults.trials import Trials, options_of
+    """
+    Raises:
+        ValueError: for what is wrong with the program or the options.
+    """
+    import torch
 
-    found = _program(settings["program"])
+    from fxpasses.cli.called import blamed, called
+    from fxpasses.cli.inputs import resolve
+    from fxpasses.faults.trials import Trials, options_of
+    from fxpasses.pipeline import made_by_pass
+
+    torch.manual_seed(settings["seed"])  # a worker that goes on has the same parameters
+    call = called(resolve(settings["program"]))
     options = options_of(settings["model"], settings["where"], settings["guards"])
-    return Trials(
-        found.function,
-        found.args,
-        options,
-        backend=settings["backend"],
-        tolerance=settings["tolerance"],
-        seed=settings["seed"],
-    )
+    try:
+        return Trials(
+            call.function,
+            call.args,
+            {**call.options, **options},
+            kwargs=call.kwargs,
+            backend=settings["backend"],
+            tolerance=settings["tolerance"],
+            seed=settings["seed"],
+        )
+    except Exception as error:
+        if isinstance(error, ValueError) or made_by_pass(error):
+            raise
+        raise blamed(call, settings["program"], error) from error
 
 
 def _script(settings: dict[str, Any], row: dict[str, str]) -> str:
     what = f"{row['outcome']}, {row['phase']} of {row['layer']} ({row['line']})"
     return f'''"""Trial {row["trial"]} of a campaign: {what}."""
 
+import torch
+
+from fxpasses.cli.called import called
 from fxpasses.cli.inputs import resolve
 from fxpasses.faults.trials import Trials, options_of
 
-program = resolve({settings["program"]!r})
+torch.manual_seed({settings["seed"]!r})
+call = called(resolve({settings["program"]!r}))
 options = options_of({settings["model"]!r}, {settings["where"]!r}, {settings["guards"]!r})
 trials = Trials(
-    program.function,
-    program.args,
-    options,
+    call.function,
+    call.args,
+    {{**call.options, **options}},
+    kwargs=call.kwargs,
     backend={settings["backend"]!r},
     tolerance={settings["tolerance"]!r},
     seed={settings["seed"]!r},

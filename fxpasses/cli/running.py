@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpasses.cli.errors import InputError, hushed, raised_in
+from fxpasses.cli.called import blamed, called
+from fxpasses.cli.errors import InputError, hushed
 from fxpasses.cli.inputs import Exported, Input, Program, Script
 
 if TYPE_CHECKING:
@@ -105,16 +106,7 @@ def _trace(
     except Exception as error:
         if made_by_pass(error):
             raise
-        _run_eagerly(program)
-        raise raised_in(error, program.name) from error
-
-
-def _run_eagerly(program: Program) -> None:
-    """Raise what the program raises by itself: that names its own lines."""
-    try:
-        program.function(*program.args)
-    except Exception as error:
-        raise raised_in(error, program.name) from error
+        raise blamed(called(program), program.name, error) from error
 
 
 def _run_script(script: Script, has_settings: bool, watcher: Watcher) -> None:

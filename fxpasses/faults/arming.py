@@ -24,6 +24,7 @@ from fxpasses.faults.history import forget
 from fxpasses.faults.models import AFTER, AT, BEFORE, HITS, NEWS, ROW, drawn, row_of, value_of
 from fxpasses.faults.sites import Places, Site, check, matching, update_site
 from fxpasses.faults.spec import UPDATE, Fault, parse_faults
+from fxpasses.faults.updates import Unannounced
 from fxpasses.graph import FAULT_NEWS, FAULT_TABLE, StateSpec
 
 
@@ -104,6 +105,7 @@ class Faults:
         self.step = 0
         self.forgotten = 0
         self._sites: dict[int, Site] = {}  # all that are known, by number
+        self._learned: dict[int, Places] = {}  # those of graphs, by identity
         self._by_hand: dict[int, _Strike] = {}
         self._names: set[tuple[str, str]] = set()  # (phase, name) of all that could be selected
         self._zeros: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -112,6 +114,7 @@ class Faults:
         self._events: list[Event] = []
         self._fired: set[int] = set()  # faults, by number, that happened at some time
         self._checked = False
+        self._unannounced = Unannounced() if self.has(UPDATE) else None  # until a step has ended
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -170,21 +173,23 @@ class Faults:
             specs: its states, of whatever kind.
             places: that it has.
         """
-        self._learn(places.sites)
-        self._names |= places.names
+        if id(places) not in self._learned:  # this stands in front of each run of a graph
+            self._learned[id(places)] = places
+            self._learn(places)
         own = [spec for spec in specs if spec.kind in (FAULT_TABLE, FAULT_NEWS)]
-        strikes = self._due(graph, places.sites, self.step) if own else {}
+        strikes = self._due(graph, places, self.step) if own else {}
         if not strikes:
             return {spec.name: self._nothing(spec) for spec in own}
         # Tensors of their own: a backward may yet read those of the step before.
-        table, news = (torch.zeros(s.shape, dtype=s.dtype, device=s.device) for s in own)
-        table.copy_(torch.tensor(self._rows(strikes)))
+        table = torch.tensor(self._rows(strikes), device=own[0].device)
+        news = torch.zeros(own[1].shape, dtype=own[1].dtype, device=own[1].device)
         sites = {number: strike.site for number, strike in strikes.items()}
         self._pending.append(_Armed(sites, news, self.step))
         return {own[0].name: table, own[1].name: news}
 
-    def _learn(self, sites: Sequence[Site]) -> None:
-        for site in sites:
+    def _learn(self, places: Places) -> None:
+        self._names |= places.names
+        for site in places.sites:
             self._sites.setdefault(site.number, site)
 
     def _nothing(self, spec: StateSpec) -> torch.Tensor:
@@ -202,13 +207,13 @@ class Faults:
             if p.dtype in models.FORMS
             and (numbers := matching(site := update_site(name, p), self.faults))
         ]
-        self._learn(sites)
-        self._names |= {(UPDATE, name) for name in parameters}
+        places = Places(tuple(sites), frozenset((UPDATE, name) for name in parameters))
+        self._learn(places)
         for number, fault in enumerate(self.faults):
-            if fault.phase == UPDATE and not any(number in site.faults for site in sites):
+            if fault.phase == UPDATE and number not in places.by_fault:
                 raise ValueError(self._unmatched(fault))
         step = self.step - 1  # an update comes when its step has ended
-        for number, strike in self._due(UPDATE, sites, step).items():
+        for number, strike in self._due(UPDATE, places, step).items():
             parameter = parameters[strike.site.name]
             row = torch.tensor(self._row(strike), device=parameter.device)
             struck, news = models.strike(parameter.detach(), row, strike.fault, strike.site.number)
@@ -217,6 +222,19 @@ class Faults:
             rows = torch.zeros(len(self.faults), NEWS, dtype=torch.int64)
             rows[number] = news
             self._pending.append(_Armed({number: strike.site}, rows, step))
+
+    def before_forward(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Called in front of a forward that records a backward.
+
+        Raises:
+            ValueError: for an update that faults of phase `update` could not strike.
+        """
+        if self._unannounced is not None:
+            self._unannounced.check(parameters)
+
+    def after_backward(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        if self._unannounced is not None:
+            self._unannounced.note(parameters)
 
     def has(self, phase: str) -> bool:
         return any(fault.phase == phase for fault in self.faults)
@@ -230,8 +248,11 @@ class Faults:
         self._collect()
         if not self._checked:
             self._checked = True
-            self._check_matched()
+            for fault, message in self.unmatched().items():
+                if fault.phase != UPDATE:  # an optimizer says so itself
+                    raise ValueError(message)
         self._struck.clear()
+        self._unannounced = None
         self.step += 1
 
     def missed(self) -> tuple[Fault, ...]:
@@ -252,15 +273,14 @@ class Faults:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step = int(state["step"])
 
-    def _due(self, graph: Hashable, sites: Sequence[Site], step: int) -> dict[int, _Strike]:
+    def _due(self, graph: Hashable, places: Places, step: int) -> dict[int, _Strike]:
         """By number, the faults that strike when this graph runs now."""
         found: dict[int, _Strike] = {}
-        for number, fault in enumerate(self.faults):
-            candidates = [site for site in sites if number in site.faults]
-            given = self._by_hand.get(number)
-            if given is not None and any(s.number == given.site.number for s in candidates):
+        for number, candidates in places.by_fault.items():
+            fault, given = self.faults[number], self._by_hand.get(number)
+            if given is not None and given.site.number in places.by_number:
                 found[number] = self._by_hand.pop(number)
-            elif candidates and self._is_mine(fault) and fault.is_active(step):
+            elif self._is_mine(fault) and fault.is_active(step):
                 if (graph, number) in self._struck and fault.model != "stuck":
                     continue
                 self._struck.add((graph, number))
@@ -313,11 +333,10 @@ class Faults:
             bits_after=news[AFTER] & mask,
         )
 
-    def _check_matched(self) -> None:
-        for number, fault in enumerate(self.faults):
-            known = any(number in site.faults for site in self.sites)
-            if not known and fault.phase != UPDATE:
-                raise ValueError(self._unmatched(fault))
+    def unmatched(self) -> dict[Fault, str]:
+        """The faults for which there is no site in what has been compiled, and what there is."""
+        matched = {number for site in self.sites for number in site.faults}
+        return {f: self._unmatched(f) for i, f in enumerate(self.faults) if i not in matched}
 
     def _unmatched(self, fault: Fault) -> str:
         names = {name for phase, name in self._names if phase == fault.phase}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def run_campaign(
     count: int,
     timeout_s: float = 60.0,
     start_timeout_s: float = 600.0,
-) -> Iterator[dict[str, str]]:
+) -> Generator[dict[str, str]]:
     """Carry out what is missing of a campaign; yields each row when it is known, those of earlier runs first.
 
     Args:
@@ -106,7 +106,7 @@ def _work(
     """Rows from one worker, until all are there or it is lost."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_serve, args=(sender, make, seed, first, count), daemon=True)
+    worker = context.Process(target=_serve, args=(sender, make, seed, first, count))
     worker.start()
     sender.close()
     planned: dict[str, str] | None = None  # the trial under way
@@ -148,18 +148,17 @@ def _next(
 
 def _serve(sender: Connection, make: MakeTrials, seed: int, first: int, count: int) -> None:
     """The worker."""
+    trials: Trials | None = None
     try:
         trials = make()
-    except ValueError as error:
-        sender.send(("refused", {"said": str(error)}))
-        return
-    try:
         for trial in range(first, count):
             shot = trials.shot(seed, trial)
             sender.send(("plan", _plan_row(trial, shot)))
             sender.send(("row", {**_plan_row(trial, shot), **_result_row(trials.run(shot))}))
     except Exception as error:
-        sender.send(("failed", {"said": f"{type(error).__name__}: {error}"}))
+        is_users = trials is None and isinstance(error, ValueError)
+        said = str(error) if is_users else f"{type(error).__name__}: {error}"
+        sender.send(("refused" if is_users else "failed", {"said": said}))
 
 
 def _plan_row(trial: int, shot: Shot) -> dict[str, str]:

@@ -69,6 +69,19 @@ class Places:
     sites: tuple[Site, ...] = ()
     names: frozenset[tuple[str, str]] = frozenset()
 
+    @functools.cached_property
+    def by_number(self) -> dict[int, Site]:
+        return {site.number: site for site in self.sites}
+
+    @functools.cached_property
+    def by_fault(self) -> dict[int, list[Site]]:
+        """The sites at which a fault, by its number, may happen; only faults that have some."""
+        found: dict[int, list[Site]] = {}
+        for site in self.sites:
+            for number in site.faults:
+                found.setdefault(number, []).append(site)
+        return dict(sorted(found.items()))
+
 
 _NAMES = "fault_names"
 # Of another tensor they read its form alone.

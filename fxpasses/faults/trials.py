@@ -64,12 +64,34 @@ class Result:
     said: str = ""
 
 
+@dataclasses.dataclass
+class _Golden:
+    """What a run without a fault gives, in fp64, and its squared norm."""
+
+    values: list[torch.Tensor]
+
+    def __post_init__(self) -> None:
+        self.size = sum(float(x.square().sum()) for x in self.values)
+
+    def apart(self, now: Sequence[torch.Tensor]) -> float:
+        """Of all tensors together: the norm of what changed by the norm; infinity for what is not finite."""
+        pairs = zip(now, self.values, strict=True)
+        changed = sum(float((b - a).square_().sum()) for a, b in pairs)
+        if changed != changed or changed == float("inf"):
+            return float("inf")
+        return (changed / self.size) ** 0.5 if self.size else float(changed > 0)
+
+
 class Trials:
     """A program with faults and guards, compiled once.
 
+    Attributes:
+        sites: where faults may happen, in an order that does not change from run to run.
+
     Args:
-        function: a module or function.
-        args: its inputs.
+        function: a module or function. Gradients and buffers are those of the modules that it is, is bound to,
+            closes over or is called with.
+        args, kwargs: what it is called with.
         loss: makes a number of what it returns; None: the mean of squares of all floating outputs.
         options: of the backend; `faults` with steps `none`.
         backend: its name.
@@ -77,7 +99,7 @@ class Trials:
         seed: of random numbers in each run.
 
     Raises:
-        ValueError: for a program that does not do the same twice.
+        ValueError: for a program that does not do the same twice, and for faults that select nothing in it.
     """
 
     def __init__(
@@ -86,22 +108,30 @@ class Trials:
         args: Sequence[Any],
         options: Mapping[str, Any],
         loss: Callable[[Any], torch.Tensor] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
         backend: str = "hardened_aot_eager",
         tolerance: float = 1e-4,
         seed: int = 0,
     ) -> None:
-        from fxpasses.owners import runtime
+        from fxpasses.owners import held_by, runtime
 
-        self._args, self._seed, self._tolerance = tuple(args), seed, tolerance
+        self._args, self._kwargs = tuple(args), dict(kwargs or {})
+        self._seed, self._tolerance = seed, tolerance
         self._loss = loss or _mean_square
-        module = function if isinstance(function, nn.Module) else nn.Module()
-        self._buffers = list(module.buffers())
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        called = (function, *self._args, *self._kwargs.values())
+        held = [m for x in called for _, m in held_by(x) if isinstance(m, nn.Module)]
+        modules = nn.ModuleList(held)
+        self._buffers = list(modules.buffers())
+        self._trained = [p for p in modules.parameters() if p.requires_grad]
         self._kept = [buffer.clone() for buffer in self._buffers]
         self._compiled = torch.compile(function, backend=backend, options=dict(options))
-        self._golden = self._run()
-        self._runtime = runtime(function)
+        golden = self._run()
+        self._golden = tuple(
+            _Golden([x.to(torch.float64, copy=True) for x in part]) for part in golden
+        )
+        self._runtime = runtime(held[0] if held else function)
         again = self._run()
+        self.sites = self._selected()
         if self._error(again):
             raise ValueError(
                 "the program does not compute the same twice; a campaign can't compare"
@@ -112,9 +142,15 @@ class Trials:
         assert self._runtime.faults is not None, "option 'faults' is set"
         return self._runtime.faults
 
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """In an order that does not change from run to run."""
+    def _selected(self) -> tuple[Site, ...]:
+        """The sites. A phase that the program does not have is no mistake, if there is another one."""
+        if self._runtime.faults is None:
+            raise ValueError(
+                "nothing of the program was compiled; a campaign has no place for a fault"
+            )
+        for fault, message in self.faults.unmatched().items():
+            if fault.pattern != "*" or not self.faults.sites:
+                raise ValueError(message)
         return tuple(sorted(self.faults.sites, key=lambda site: (site.phase, site.name)))
 
     def shot(self, seed: int, trial: int) -> Shot:
@@ -140,6 +176,7 @@ class Trials:
         faults, alarms = self.faults, self._runtime.alarms
         faults.clear()
         if alarms is not None:
+            alarms.take()  # of a run that crashed
             alarms.events.clear()
         faults.strike(shot.site, fault=shot.fault, index=shot.index, bit=shot.bits or None)
         found, said = None, ""
@@ -171,16 +208,15 @@ class Trials:
                 buffer.copy_(value)
         for parameter in self._trained:
             parameter.grad = None
-        outputs = self._compiled(*self._args)
+        outputs = self._compiled(*self._args, **self._kwargs)
         floating = _floating(outputs)
         if any(x.requires_grad for x in floating):
             self._loss(outputs).backward()
         gradients = [p.grad for p in self._trained if p.grad is not None]
-        return [x.detach().clone() for x in floating], [g.clone() for g in gradients]
+        return [x.detach() for x in floating], gradients
 
     def _error(self, found: tuple[list[torch.Tensor], list[torch.Tensor]]) -> float:
-        pairs = zip(found, self._golden, strict=True)
-        return max(_relative(now, golden) for now, golden in pairs)
+        return max(g.apart(now) for now, g in zip(found, self._golden, strict=True))
 
 
 def options_of(model: str, phases: Sequence[str], guards: str) -> dict[str, str]:
@@ -204,16 +240,6 @@ def _mean_square(outputs: Any) -> torch.Tensor:
 def _floating(outputs: Any) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves(outputs)
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
-
-
-def _relative(now: Sequence[torch.Tensor], golden: Sequence[torch.Tensor]) -> float:
-    """Of all tensors together: the norm of what changed by the norm; infinity for what is not finite."""
-    pairs = list(zip(now, golden, strict=True))
-    changed = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    size = sum(float(b.double().square().sum()) for b in golden)
-    if changed != changed or changed == float("inf"):
-        return float("inf")
-    return (changed / size) ** 0.5 if size else float(changed > 0)
 
 
 def _last(faults: Faults) -> Event | None:

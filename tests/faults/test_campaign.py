@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from fxpasses.cli import main
@@ -139,3 +140,87 @@ def test_wilson_intervals():
 def test_groups_are_in_order():
     rows = [{"bit": b, "outcome": "masked"} for b in ("10", "9", "9", "")]
     assert list(by(rows, ["bit"])) == [("9",), ("10",), ("",)]
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+compiled = torch.compile(model, backend="hardened", options={"precision": "bf16"})
+compiled(torch.randn(6, 8)).sum().backward()
+open("behind", "w")
+"""
+
+
+def on(folder, program, *arguments, sites=6):
+    words = ["faults", "campaign", str(program), "--output", str(folder / "found"), *arguments]
+    return CliRunner().invoke(main, [*words, "--sites", str(sites)])
+
+
+def test_a_campaign_over_an_exported_program(tmp_path):
+    model, args = small()
+    torch.export.save(torch.export.export(model, args), tmp_path / "small.pt2")
+    words = ["--where", "forward:2", "--where", "gradient:0.*", "--model", "bitflip{bit=28}"]
+    result = on(tmp_path, tmp_path / "small.pt2", *words, "--guards", "products,on=recompute")
+    assert result.exit_code == 0, result.output
+    rows = read(tmp_path / "found")
+    assert {(row["phase"], row["layer"][0]) for row in rows} == {
+        ("forward", "2"),
+        ("gradient", "0"),
+    }
+    assert {row["outcome"] for row in rows if row["phase"] == "forward"} == {"corrected"}
+
+
+def test_a_campaign_over_a_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = on(tmp_path, "train.py", "--where", "forward")
+    assert result.exit_code == 0, result.output
+    rows = read(tmp_path / "found")
+    assert len(rows) == 6 and not (tmp_path / "behind").exists()
+    assert "bfloat16" in {row["dtype"] for row in rows}  # the script's own option holds
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = 1", "train.py: it calls nothing that it compiles"),
+        (SCRIPT.replace("(6, 8)", "(6, 9)"), "Error: train.py: RuntimeError: mat1 and mat2"),
+        (SCRIPT.replace("bf16", "bf61"), "did you mean 'bf16'?"),
+    ],
+    ids=["no call", "does not run", "wrong option"],
+)
+def test_a_script_without_a_campaign_is_one_line(tmp_path, monkeypatch, code, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(code)
+    result = on(tmp_path, "train.py")
+    lines = [line for line in result.output.splitlines() if line.startswith("Error:")]
+    assert result.exit_code == 2 and len(lines) == 1 and message in lines[0], result.output
+
+
+def test_gradients_of_a_function_are_those_of_the_modules_that_it_is_called_with():
+    model, (x,) = small()
+
+    def program(module, x):
+        return module(x)
+
+    trials = Trials(program, (model, x), options_of("bitflip{bit=30}", ["gradient:2.bias"], ""))
+    assert {trials.run(trials.shot(0, t)).outcome for t in range(8)} == {"silent"}
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (
+            ["forward:1.*", "gradient"],
+            r"where=forward:1.* selects nothing.*known: 0, 1, 2",
+        ),
+        (["update"], "there is no site of this phase"),
+    ],
+)
+def test_what_selects_nothing_is_refused(where, message):
+    function, args = small()
+    with pytest.raises(ValueError, match=message):
+        Trials(function, args, options_of("bitflip", where, ""))
