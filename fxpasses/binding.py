@@ -25,40 +25,49 @@ from fxpasses.unit import Unit, form_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Binding:
-    """The tensors of one module, by the unit's names.
+class Watched:
+    """What is injected into a forward of one module, and what guards find in it.
 
     Attributes:
         references: to the parameters and buffers that are inputs, in order.
-        reach: to those that the code can reach, whether this rank's graph uses them or not.
         runtime: of the parameters; None without any.
         region: identity of the code, over this module.
-        records: of the parameters whose gradients the backward reduces over several ranks.
-        scaler: the loss scale, if the options ask for one.
-        clipping: of the gradients' norm, likewise.
-        faults: that are injected, likewise.
+        faults: that are injected, if the options ask for some.
         alarms: of guards, likewise.
-        plan: what a synchronising backward sends; of adaptive compression, at its first levels.
-        digests: of that plan with the levels that have been chosen so far.
     """
 
     references: list[weakref.ref[torch.Tensor]]
-    reach: Mapping[str, weakref.ref[torch.Tensor]]
     runtime: Runtime | None
     region: tuple[int, ...]
-    records: Mapping[str, Reduced]
-    scaler: Scaler | None
-    clipping: Clipping | None
     faults: Faults | None
     alarms: Alarms | None
-    plan: Plan
-    digests: dict[Levels | None, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are its inputs, and nothing has changed about whose they are."""
         if self.runtime is not None and tensors and not owns(self.runtime, tensors[0]):
             return False
         return all(r() is t for r, t in zip(self.references, tensors, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding(Watched):
+    """The tensors of one module that trains, by the unit's names.
+
+    Attributes:
+        reach: to parameters and buffers that the code can reach, whether this rank's graph uses them or not.
+        records: of the parameters whose gradients the backward reduces over several ranks.
+        scaler: the loss scale, if the options ask for one.
+        clipping: of the gradients' norm, likewise.
+        plan: what a synchronising backward sends; of adaptive compression, at its first levels.
+        digests: of that plan with the levels that have been chosen so far.
+    """
+
+    reach: Mapping[str, weakref.ref[torch.Tensor]]
+    records: Mapping[str, Reduced]
+    scaler: Scaler | None
+    clipping: Clipping | None
+    plan: Plan
+    digests: dict[Levels | None, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def reachable(self, name: str) -> torch.Tensor | None:
         reference = self.reach.get(name)
@@ -89,6 +98,20 @@ class Binding:
             if t.requires_grad or not isinstance(t, torch.nn.Parameter)
         ]
         return dataclasses.replace(self.plan_at(levels), reachable=tuple(forms))
+
+
+def watch(
+    unit: Unit, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> Watched:
+    """The same of a call that records no backward: it makes nothing alike."""
+    owner = owner_of(parameters) if parameters else None
+    return Watched(
+        references=[weakref.ref(t) for t in (*parameters.values(), *buffers.values())],
+        runtime=owner,
+        region=(unit.region, *map(id, parameters.values())),
+        faults=faults_of(unit, owner),
+        alarms=alarms_of(unit, owner),
+    )
 
 
 def bind(

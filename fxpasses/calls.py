@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from fxpasses import accumulation, aot
-from fxpasses.binding import Binding, alarms_of, bind, faults_of
+from fxpasses.binding import Binding, Watched, bind, watch
 from fxpasses.coverage import reduced
 from fxpasses.distributed.group import is_initialized, process_group
 from fxpasses.distributed.waiting import waiting
-from fxpasses.faults.arming import Faults
 from fxpasses.graph import (
     ALARM,
     BUFFER_STATE,
@@ -37,7 +36,6 @@ from fxpasses.graph import (
 )
 from fxpasses.guards.alarms import Alarms
 from fxpasses.guards.replay import guarded, recomputes
-from fxpasses.owners import owner_of
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
 from fxpasses.state import STORE
 from fxpasses.synchronise import Way, choose
@@ -80,6 +78,7 @@ class Calls:
         self._buffers = [(i, role.name) for i, role in places if role.kind == "buffer"]
         self._group = _current_group(unit)
         self._bindings: dict[tuple[int, ...], Binding] = {}  # by ids of the tensors
+        self._watched: dict[tuple[int, ...], Watched] = {}  # likewise
         self._compiled: dict[Variant, Compiled] = {}
         self._compile: Callable[[Backward], Compiled] | None = None
 
@@ -91,10 +90,10 @@ class Calls:
                 return self._inference(compiled, args)
             parameters, buffers = self.tensors(args)
             binding = self.bind(parameters, buffers)
+            if binding.faults is not None:
+                binding.faults.before_forward(parameters)
             started = aot.autograd_clock()
-            outputs = self._with_states(
-                compiled, args, binding.faults, binding.alarms, binding.region
-            )
+            outputs = self._with_states(compiled, args, binding, buffers)
             if binding.runtime is None and binding.alarms is not None:
                 binding.alarms.check_now()
             node = aot.autograd_node((*outputs, *args), self.unit.forward_metadata, started)
@@ -110,34 +109,32 @@ class Calls:
         """Without a backward nothing communicates, and nobody's values are taken."""
         if not self.unit.forward_states:
             return compiled(*args)
-        parameters, _ = self.tensors(args)
-        owner = owner_of(parameters) if parameters else None
-        faults, alarms = faults_of(self.unit, owner), alarms_of(self.unit, owner)
-        region = (self.unit.region, *map(id, parameters.values()))
-        outputs = self._with_states(compiled, args, faults, alarms, region)
-        if alarms is not None:
-            alarms.check_now()  # no step will ask
+        parameters, buffers = self.tensors(args)
+        watched = self._watch(parameters, buffers)
+        outputs = self._with_states(compiled, args, watched, buffers)
+        if watched.alarms is not None:
+            watched.alarms.check_now()  # no step will ask
         return outputs
 
     def _with_states(
         self,
         compiled: Callable[..., Any],
         args: Sequence[Any],
-        faults: Faults | None,
-        alarms: Alarms | None,
-        region: Any,
+        watched: Watched,
+        buffers: dict[str, torch.Tensor],
     ) -> Any:
         """Call a forward with its states, and write to these what it returns of them."""
         specs = self.unit.forward_states
         if not specs:
             return compiled(*args)
+        faults, alarms = watched.faults, watched.alarms
         if alarms is not None:
             alarms.learn(self.unit.alarm_places)
 
         def run() -> Any:
             found: dict[str, torch.Tensor] = {}
             if faults is not None:
-                found = faults.states((region, "forward"), specs, self.unit.places)
+                found = faults.states((watched.region, "forward"), specs, self.unit.places)
             states = [_forward_state(spec, found, alarms) for spec in specs]
             outputs = compiled(*args, *states)
             own = len(outputs) - len(states)
@@ -146,7 +143,6 @@ class Calls:
                     state.copy_(new)
             return outputs[:own]
 
-        _, buffers = self.tensors(args)
         return guarded(alarms, run, buffers.values())
 
     def backward(
@@ -235,6 +231,8 @@ class Calls:
 
         with waiting(self.unit.group, f"the backward of {self.unit.scope.code}"):
             outputs = guarded(alarms, run, [s for s in states if s is not None])
+        if call.binding.faults is not None and not self.unit.updates_parameters:
+            call.binding.faults.after_backward(call.parameters)
         took_part = self._took_part(backward, states, flags)
         outputs = self.drop_unused(way, outputs, given, took_part)
         if call.binding.runtime is not None:
@@ -329,6 +327,18 @@ class Calls:
         known = self._bindings.get(key)
         if known is None or not known.is_of(tensors):
             known = self._bindings[key] = bind(self.unit, parameters, buffers)
+        return known
+
+    def _watch(
+        self, parameters: dict[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor]
+    ) -> Watched:
+        if not parameters:  # it belongs to no model: what was armed in a call before is over
+            return watch(self.unit, parameters, buffers)
+        tensors = [*parameters.values(), *buffers.values()]
+        key = tuple(map(id, tensors))
+        known = self._watched.get(key)
+        if known is None or not known.is_of(tensors):
+            known = self._watched[key] = watch(self.unit, parameters, buffers)
         return known
 
     def refuse_other_group(self) -> None:

@@ -41,6 +41,8 @@ class StepCalls(Calls):
             self.refuse_other_group()
             parameters, buffers = self.tensors(args)
             call = Call(self, parameters, buffers, self.bind(parameters, buffers), ())
+            if call.binding.faults is not None:
+                call.binding.faults.before_forward(parameters)
             _thread.afterwards = []
             outputs = self.synchronised(call, next(_numbers), args)
             for function in _thread.afterwards:

@@ -310,6 +310,44 @@ def test_an_update_that_we_do_not_make_is_refused():
         updated("zero{where=update:0.bia}", ours)
 
 
+@pytest.mark.parametrize("through_data", [False, True])
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_an_update_that_is_written_by_hand_is_refused(through_data, whole_step):
+    model = net()
+
+    def backward(batch):
+        model(batch).square().mean().backward()
+
+    options = {"faults": "zero{where=update}"}
+    compiled = torch.compile(backward if whole_step else model, backend=EAGER, options=options)
+    with (
+        torch._dynamo.config.patch(trace_autograd_ops=whole_step),
+        pytest.raises(ValueError, match=r"'0.weight' was changed by code.*fxpasses\.optimizer"),
+    ):
+        for _ in range(2):
+            compiled(torch.randn(4, WIDE)) if whole_step else backward_of(compiled)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    target = parameter.data if through_data else parameter
+                    target -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+
+def backward_of(compiled):
+    compiled(torch.randn(4, WIDE)).square().mean().backward()
+
+
+def test_a_forward_behind_a_backward_is_no_update():
+    model = net()
+    compiled = torch.compile(model, backend=EAGER, options={"faults": "zero{where=update}"})
+    for _ in range(2):
+        backward_of(compiled)  # micro-batches
+    optimizer = ours(model)
+    optimizer.step()
+    backward_of(compiled)
+    assert len(fxpasses.runtime(model).faults.events) == 1
+
+
 def whole_step(faults):
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         model = net()
