@@ -2,6 +2,7 @@
 
 WRITTEN      (name, what stands in the source, what stands there instead)
 EQUIVALENT   name of a mutant, without its line → why no graph or run can tell it from the original
+KNOWN        the same → why it survives although it changes something (where there is such a one)
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from bench.mutations import (
     clip_norm,
     codecs,
     compress,
+    exact,
     exchange,
     feedback,
     gradient_sync,
     loss_scale,
+    order,
     overflow,
     participation,
     powersgd,
@@ -56,6 +59,8 @@ MODULES: dict[str, ModuleType] = {
     "passes.schedule": schedule,
     "schedule.tasks": tasks,
     "schedule.solve": solve,
+    "schedule.exact": exact,
+    "schedule.order": order,
 }
 PATHS = {path.rpartition(".")[2]: f"fxpasses.{path}" for path in MODULES}
 _SAID = {path.rpartition(".")[2]: said for path, said in MODULES.items()}
@@ -77,9 +82,18 @@ class Mutant:
 
     @property
     def reason(self) -> str | None:
-        """Why no test can tell it from the original, if that is known; whatever the line it stands in."""
-        what = re.sub(r"^:\d+", "", self.name.removeprefix(self.module)).strip()
-        return _SAID[self.module].EQUIVALENT.get(what)
+        """Why no test can tell it from the original, if that is known."""
+        return _SAID[self.module].EQUIVALENT.get(self._what)
+
+    @property
+    def known(self) -> str | None:
+        """Why it survives, if that is known."""
+        return getattr(_SAID[self.module], "KNOWN", {}).get(self._what)
+
+    @property
+    def _what(self) -> str:
+        """What is changed, whatever the line that it stands in."""
+        return re.sub(r"^:\d+", "", self.name.removeprefix(self.module)).strip()
 
 
 def source_of(module: str) -> str:
@@ -101,4 +115,4 @@ def by_hand(module: str) -> Iterator[Mutant]:
 
 
 def reasons(module: str) -> dict[str, str]:
-    return _SAID[module].EQUIVALENT
+    return {**_SAID[module].EQUIVALENT, **getattr(_SAID[module], "KNOWN", {})}

@@ -43,7 +43,8 @@ class Solution:
     Attributes:
         schedule: the best that was found.
         bound: seconds; no schedule of these tasks, under the cap on memory, ends sooner.
-        given: the makespan of the order that was given, in seconds; infinite where it does not fit the cap.
+        given: the makespan of the order that was given, in seconds; under a cap, of that or of one that holds
+            less, and infinite where neither fits.
     """
 
     schedule: Schedule
@@ -144,11 +145,11 @@ def _last_moment(tasks: Sequence[Task], order: Sequence[int], chosen: set[int]) 
 def critical_path(tasks: Sequence[Task]) -> list[int]:
     """Positions of the tasks on the longest path of dependencies, in order."""
     graph = nx.DiGraph()
-    graph.add_nodes_from(range(-1, len(tasks)))  # -1: the end
     graph.add_weighted_edges_from(
         (j, i, tasks[j].duration) for i, task in enumerate(tasks) for j in task.after
     )
-    graph.add_weighted_edges_from((i, -1, task.duration) for i, task in enumerate(tasks))
+    end = -1
+    graph.add_weighted_edges_from((i, end, task.duration) for i, task in enumerate(tasks))
     return [i for i in nx.dag_longest_path(graph) if i >= 0]
 
 

@@ -96,6 +96,7 @@ class GradientGraph:
 
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+_Rule = Callable[[torch.Tensor, torch.Tensor], list[Call]]  # calls, by the values of the arguments
 _NEGATION: Call = (aten.neg.default, ("a",), {})
 
 
@@ -110,9 +111,9 @@ def _degree(operator: str, a: int, b: int) -> int | None:
         return a + b if a + b < 2 else None
     if operator in ("add", "where", "cat"):
         return a if a == b else None
-    if operator in ("sin", "exp", "large", "huge"):
+    if operator in ("sin", "exp", "large", "huge", "largest", "limit", "norm", "statistics"):
         return None if a else 0
-    if operator == "mask":
+    if operator in ("mask", "dropped", "kept"):
         return None if a else b
     return a
 
@@ -130,6 +131,55 @@ def _mask(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
     as_numbers = (aten._to_copy.default, ("_",), {"dtype": b.dtype})
     product: Call = (aten.mul.Tensor, ("_", "b"), {})
     return [(aten.gt.Scalar, ("a", 0.1), {}), as_numbers, product] if _alike(a, b) else []
+
+
+def _scaled_mask(operator: Any, number: float, first: str, second: str) -> _Rule:
+    """A mask that keeps the mean, as dropout has it."""
+
+    def calls(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+        found = _mask(a, b)[:-1]
+        return (
+            [*found, (operator, ("_", number), {}), (aten.mul.Tensor, (first, second), {})]
+            if found
+            else []
+        )
+
+    return calls
+
+
+def _drawn(*multiple: Call) -> _Rule:
+    """Some elements, drawn with one probability."""
+
+    def calls(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+        memory: Call = (aten.empty.memory_format, (list(a.shape),), {"dtype": a.dtype})
+        draw: Call = (aten.bernoulli.p, ("_", 0.5), {})
+        fits = a.dtype == torch.float32
+        return [memory, draw, *multiple, (aten.mul.Tensor, ("a", "_"), {})] if fits else []
+
+    return calls
+
+
+def _norm(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """A batch norm."""
+    arguments = ("a", None, None, True, 0.1, 1e-5)
+    fits = a.dim() == 2 and a.dtype == torch.float32 and a.shape[0] > 1 and a.numel()
+    norm: Call = (aten._native_batch_norm_legit.no_stats, arguments, {})
+    return [norm, ("getitem", ("_", 0), {})] if fits else []
+
+
+def _statistics(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """The fp32 statistics of attention in bfloat16."""
+    if a.dim() != 2 or a.dtype != torch.float32 or not a.numel():
+        return []
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return [
+        (aten._to_copy.default, ("a",), {"dtype": torch.bfloat16}),
+        (aten.clone.default, ("_",), {"memory_format": torch.contiguous_format}),
+        (aten.unsqueeze.default, ("_", 0), {}),
+        (aten.unsqueeze.default, ("_", 0), {}),
+        (attention, ("_", "_", "_"), {}),
+        ("getitem", ("_", 1), {}),
+    ]
 
 
 def _scaled(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
@@ -156,7 +206,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
     )
 
 
-_STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], list[Call]]] = {
+_STEPS: dict[str, _Rule] = {
     "neg": lambda a, b: [_NEGATION],
     "double": lambda a, b: [(aten.mul.Tensor, ("a", 2), {})],
     "sin": lambda a, b: [(aten.sin.default, ("a",), {})],
@@ -192,15 +242,35 @@ _STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], list[Call]]] = {
     "bfloat16": _cast(torch.bfloat16),
     "float32": _cast(torch.float32),
     "float64": _cast(torch.float64),
-    "complex64": _cast(torch.complex64),
     "max": lambda a, b: (
         [(aten.max.dim, ("a", 0), {}), ("getitem", ("_", 0), {})]
         if a.dim() and a.shape[0] and a.numel()
         else []
     ),
 }
-# Complex values are for who asks for them: few operators take them.
-OPERATORS = tuple(name for name in _STEPS if name != "complex64")
+# For who asks for them: few operators take complex values, and the rest matters to few passes.
+_RARE: dict[str, _Rule] = {
+    "complex64": _cast(torch.complex64),
+    "scalar": lambda a, b: [
+        (aten.scalar_tensor.default, (0.5,), {"dtype": a.dtype}),
+        (aten.mul.Tensor, ("a", "_"), {}),
+    ],
+    "largest": lambda a, b: [(aten.add.Tensor, ("a", 65504.0), {})],  # that float16 holds
+    "limit": lambda a, b: (
+        [(aten.full.default, ([], 65504.0), {"dtype": a.dtype}), (aten.add.Tensor, ("a", "_"), {})]
+        if a.dtype == torch.float32
+        else []
+    ),
+    "half": lambda a, b: _halves(a, b)[:2],
+    "dropped": _scaled_mask(aten.mul.Tensor, 2.0, "_", "b"),
+    "kept": _scaled_mask(aten.div.Tensor, 0.5, "b", "_"),
+    "drawn": _drawn(),
+    "drawn_twice": _drawn((aten.mul.Tensor, ("_", 2.0), {})),
+    "drawn_over": _drawn((aten.div.Tensor, ("_", 0.5), {})),
+    "norm": _norm,
+    "statistics": _statistics,
+}
+OPERATORS, RARE = tuple(_STEPS), tuple(_RARE)
 
 
 class _Builder:
@@ -252,7 +322,7 @@ class _Builder:
     def _step(self, step: Step) -> fx.Node:
         a, b = self._pick(step.a), self._pick(step.b)
         degree = _degree(step.operator, self.degrees[a], self.degrees[b])
-        calls = _STEPS[step.operator](a.meta["val"], b.meta["val"])
+        calls = (_STEPS | _RARE)[step.operator](a.meta["val"], b.meta["val"])
         if not calls or degree is None:
             calls, degree = [_NEGATION], self.degrees[a]
         named = {"a": a, "b": b}

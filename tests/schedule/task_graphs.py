@@ -42,6 +42,29 @@ def random_tasks(count: int, seed: int, resources: int, links: int) -> list[Task
     return tasks
 
 
+def job_shop(jobs: int, machines: int, seed: int) -> list[Task]:
+    """Jobs that visit each machine once, in an order of their own: lists seldom find the best order of them."""
+    dice = random.Random(seed)
+    ways = [dice.sample(range(machines), machines) for _ in range(jobs)]
+    turns = [job for job in range(jobs) for _ in range(machines)]
+    dice.shuffle(turns)
+    tasks: list[Task] = []
+    last: dict[int, int] = {}
+    for job in turns:
+        machine, after = ways[job].pop(), (last[job],) if job in last else ()
+        last[job] = len(tasks)
+        seconds, memory = dice.randint(1, 12), dice.randint(0, 4)
+        tasks.append(Task(f"job{job}:{machine}", seconds, f"m{machine}", after, memory))
+    return tasks
+
+
+def job_shops(jobs: int, machines: int) -> st.SearchStrategy[list[Task]]:
+    """Up to so many, of whole seconds."""
+    return st.builds(
+        job_shop, st.integers(2, jobs), st.integers(1, machines), st.integers(0, 2**16)
+    )
+
+
 def optimum(tasks: list[Task], memory_cap: int, known: float) -> float:
     """The shortest makespan, no longer than one that is known.
 

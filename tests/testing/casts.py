@@ -7,23 +7,16 @@ same operators, on the same values, in the dtypes that the table of operators ca
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from hypothesis import strategies as st
-from torch import fx, nn
+from torch import fx
 
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.cast import Cast
 from fxpasses.precision import TABLE
 from fxpasses.rewrite import Provenance, model_line
-from fxpasses.testing.capture import capture
 from fxpasses.testing.oracles import Run
-from fxpasses.testing.oracles.base import run_pass
-from fxpasses.testing.oracles.kept import no_dead_code
-from fxpasses.testing.synthetic import OPERATORS, GradientGraph, Leaf, Step
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("_to_copy", "convert_element_type")
@@ -47,6 +40,10 @@ class Casts:
         self.own = [self.after[n.name] for n in run.before.walk() if n.name in self.after]
         self.made = [n for n in run.after.walk() if n.name not in self.before]
         self.lowered = {n for n in self.own if dtype(n) != dtype(self.before[n.name])}
+        self.made_of_low: set[fx.Node] = set()  # of the graph before
+        for node in run.before.walk():
+            if self._is_made_of_low(node):
+                self.made_of_low.add(node)
 
     def origin(self, node: fx.Node) -> fx.Node:
         """What a node of the graph read before, by what it reads now."""
@@ -54,16 +51,39 @@ class Casts:
             return self.before[node.name]
         return self.before[node.meta["provenance"].source]
 
+    def _is_made_of_low(self, node: fx.Node) -> bool:
+        """Whether no digits of it count that are lost if it is rounded: it is low, or made of such values
+        alone; what a batch norm makes counts like what it reads.
+        """
+        if dtype(node) == self.low or self.after.get(node.name) in self.lowered:
+            return True
+        read = [n for n in node.all_input_nodes if dtype(n) in (torch.float32, self.low)]
+        low = [n for n in read if n in self.made_of_low or dtype(n) == self.low]
+        names = (name(node), str(node.meta.get("original_aten", "")))
+        if any("batch_norm" in x and "backward" not in x for x in names) and not said(node):
+            return bool(low)
+        kind = "deny" if said(node) == "keep" else self.kind(node)
+        stays = kind == "infer" and (said(node) or not fits(node, self.low))
+        values = [n for n in read if not is_small(n, self.low)]
+        return kind in ("infer", "clear") and not stays and bool(values) and set(values) <= set(low)
+
     def kind(self, node: fx.Node) -> str:
         """The class of an operator, by the rules of the option, else by the table."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         modules = [path.partition(".")[2] for path, _ in stack.values()]  # L['program'].m0
+        if "effect" in node.meta:
+            return "deny"
         found = TABLE.get(name(node), "deny")
         for rule in filter(None, self.rules.split(";")):
             pattern, kind = rule.split("=")
             if pattern == f"aten.{name(node)}" or any(fnmatch.fnmatch(m, pattern) for m in modules):
                 found = kind
         return found
+
+
+def said(node: fx.Node) -> str | None:
+    """What the program says about precision: `keep`, or `explicit` behind a `.float()`."""
+    return (node.meta.get("custom") or {}).get("precision")
 
 
 def name(node: fx.Node) -> str:
@@ -159,14 +179,14 @@ def low_where_allowed(casts: Casts) -> None:
     """What makes fp32 may be lowered, by its class; a product is, wherever the program doesn't say no."""
     for node in casts.own:
         old = casts.before[node.name]
-        kind, said = casts.kind(old), (old.meta.get("custom") or {}).get("precision")
+        kind = casts.kind(old)
         if node in casts.lowered:
             assert dtype(old) == torch.float32 and dtype(node) == casts.low
-            assert kind != "deny" and said != "keep", f"{node.name} is lowered"
-            assert kind != "infer" or (said != "explicit" and fits(old, casts.low))
+            assert kind != "deny" and said(old) != "keep", f"{node.name} is lowered"
+            assert kind != "infer" or (said(old) != "explicit" and fits(old, casts.low))
             if kind in ("infer", "clear"):
                 _follows_low(casts, node)
-        elif kind == "allow" and dtype(old) == torch.float32 and said != "keep":
+        elif kind == "allow" and dtype(old) == torch.float32 and said(old) != "keep":
             raise AssertionError(f"{node.name} is a product in fp32")
 
 
@@ -189,6 +209,9 @@ def _follows_low(casts: Casts, node: fx.Node) -> None:
     if cast_for_it and name(node) in COMMUTE and node.users.keys() & casts.lowered:
         others = [user for user in node.users if user not in casts.lowered]
         assert all(name(user) in (*MAY_COMPARE, *MAY_MIX) for user in others)
+        assert not any(map(said, others)), f"{others} read {node.name} where they are pinned"
+        streams = [n for n in cast_for_it if casts.origin(n) not in casts.made_of_low]
+        assert not (others and streams), f"{others} read {streams} rounded"
         return
     assert not cast_for_it, f"{[n.name for n in cast_for_it]} for {node.name}, which is no product"
 
@@ -242,8 +265,11 @@ def few_casts(casts: Casts) -> None:
             readers = [u for u in node.users if u in casts.lowered]
             low = [n for n in node.all_input_nodes if dtype(n) == casts.low and n in casts.own]
             assert readers or len(low) != 1, f"{node.name} is low and only leads to fp32"
-        if dtype(node) == casts.low and not is_tuple(node):
+        if node in casts.lowered and not is_tuple(node):
             _parts_cast_together(casts, node)
+        if dtype(node) == torch.float32 and kind == "clear" and not said(node):
+            _part_cast_behind(casts, node)
+        _drawn_low(casts, node)
         if dtype(node) == torch.float32 and kind in ("infer", "clear") and not is_tuple(node):
             _not_up_and_down(casts, node, kind)
         _no_cast_to_mix(casts, node)
@@ -253,8 +279,7 @@ def _not_up_and_down(casts: Casts, node: fx.Node, kind: str) -> None:
     """What reads low values only does not stand in fp32 between two casts; what moves one value to products
     only does not stand in front of the cast.
     """
-    said = (node.meta.get("custom") or {}).get("precision")
-    if said == "keep" or is_small(node, casts.low) or not fits(node, casts.low):
+    if said(node) == "keep" or is_small(node, casts.low) or not fits(node, casts.low):
         return
     down = [n for n in casts.made if n.meta["provenance"].source == node.name]
     down = [n for n in down if dtype(n) == casts.low]
@@ -262,8 +287,11 @@ def _not_up_and_down(casts: Casts, node: fx.Node, kind: str) -> None:
     values = [n for n in values if dtype(n) in (torch.float32, casts.low)]
     origins = [casts.after.get(casts.origin(n).name) for n in values]
     all_low = bool(values) and all(n is not None and dtype(n) == casts.low for n in origins)
-    if said != "explicit" or kind == "clear":
+    if said(node) != "explicit" or kind == "clear":
         assert not (down and all_low), f"{node.name} stands between casts"
+        up = [n for n in values if n in casts.made]
+        together = kind == "infer" and all_low and len(up) > 1
+        assert not together, f"{node.name} reads {up}, and only its result had to be cast"
     only_down = all(user in down for user in node.users)
     moves = kind == "clear" and len(node.all_input_nodes) == 1 and name(node) != "getitem"
     assert not (moves and down and only_down), f"{node.name} is cast behind what moves it"
@@ -285,17 +313,51 @@ def _no_cast_to_mix(casts: Casts, node: fx.Node) -> None:
 
 
 def _parts_cast_together(casts: Casts, node: fx.Node) -> None:
-    """Of one low value that is moved in several ways, to fp32 only, it is the value that is cast."""
-    moved = [
-        u
-        for u in node.users
-        if u in casts.lowered
-        and not is_tuple(u)
-        and casts.kind(casts.before[u.name]) == "clear"
-        and u.users
-        and not any(v in casts.lowered for v in u.users)
-    ]
-    assert len(moved) < 2, f"{moved} of {node.name} are cast one by one"
+    """Of one low value that is moved in several ways, to fp32 only, or is read itself in fp32, it is the value
+    that is cast.
+    """
+    moved = [user for user in node.users if _only_leads_up(casts, user)]
+    parts = sum(len(user.users) if is_tuple(user) else 1 for user in moved)
+    direct = any(user not in casts.lowered for user in node.users)
+    assert parts + direct < 2 or not moved, f"{moved} of {node.name} are cast one by one"
+
+
+def _only_leads_up(casts: Casts, node: fx.Node) -> bool:
+    """Whether it moves a low value that then is only read in fp32."""
+    if node not in casts.lowered or casts.kind(casts.before[node.name]) != "clear":
+        return False
+    readers = (
+        {v for user in node.users for v in user.users} if is_tuple(node) else node.users.keys()
+    )
+    return bool(readers) and not readers & casts.lowered
+
+
+def _part_cast_behind(casts: Casts, node: fx.Node) -> None:
+    """Of a low value that is read in fp32 only where it is moved, in one way, it is what was moved that is
+    cast: it may be less.
+    """
+    if len(node.all_input_nodes) != 1 or (is_tuple(node) and len(node.users) != 1):
+        return
+    (up,) = node.all_input_nodes
+    source = casts.after.get(casts.origin(up).name) if up in casts.made else None
+    if source is None or dtype(source) != casts.low or name(node) == "getitem":
+        return
+    others = [user for user in (*source.users, *up.users) if user not in casts.lowered]
+    assert set(others) != {up, node}, f"{source.name} is cast in front of {node.name}"
+
+
+def _drawn_low(casts: Casts, node: fx.Node) -> None:
+    """A mask drawn with one probability, and a multiple of it, are drawn low where they are read low only."""
+    drawn = node
+    while name(drawn) in ("mul", "div") and len(drawn.all_input_nodes) == 1:
+        (drawn,) = drawn.all_input_nodes
+    if name(drawn) != "bernoulli" or name(drawn.all_input_nodes[0]) not in MEMORY:
+        return
+    free = [n for n in (node, drawn, *drawn.all_input_nodes) if casts.kind(n) in ("infer", "clear")]
+    if len(free) < 3 or any(map(said, free)) or not fits(node, casts.low):
+        return
+    low = {n for n in casts.made if dtype(n) == casts.low}
+    assert not node.users or not node.users.keys() <= low, f"{node.name} is drawn in fp32"
 
 
 def fakes_true(graph: TrainingGraph, run: Run) -> None:
@@ -310,87 +372,3 @@ def fakes_true(graph: TrainingGraph, run: Run) -> None:
             return value
 
     Checks(graph.module).run(*random_inputs(graph, run.seed * 97))
-
-
-def low_graphs() -> st.SearchStrategy[GradientGraph]:
-    """Graphs in which much runs low: products of small squares, mostly in fp32, and what stands around them."""
-    square = Leaf((2, 2))
-    odd = st.builds(
-        Leaf,
-        st.sampled_from(((2, 2), (2,), ())),
-        st.sampled_from(("float32", "bfloat16", "float16", "float64")),
-    )
-    same_shape = ("add", "mul", "where", "mask", "scaled", "relu", "large", "exp", "transpose")
-    others = ("rest", "cat", "halves", "max", "sum", "expand", "bfloat16", "float64")
-    operators = st.sampled_from((*("product",) * 12, *same_shape * 2, *others))
-    latest = st.sampled_from((-1, -1, -1, -2, -3))
-    positions = st.sampled_from((-1, -2, -3, -4, 2, 3, 2, 3, 1, 0))
-    steps = st.builds(Step, operators, latest, positions)
-    return st.builds(
-        GradientGraph,
-        tangents=st.just((square,)),
-        steps=st.lists(steps, min_size=4, max_size=14).map(tuple),
-        gradients=st.lists(positions, max_size=3).map(lambda found: (-1, *found)),
-        saved=st.tuples(odd, st.just(square), st.just(square)),
-        input_gradients=st.lists(positions, max_size=1).map(tuple),
-    )
-
-
-def attention_keeps_statistics() -> None:
-    """Attention runs low, forward and backward; its log-sum-exp stays fp32."""
-    layer = nn.Linear(8, 8)
-
-    def program(x: torch.Tensor) -> torch.Tensor:
-        q = layer(x).view(2, 5, 2, 4).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum()
-
-    run = run_pass([Cast("bf16", "")], capture(program, torch.randn(2, 5, 8)).joint)
-    casts_as_promised(run)
-    assert {name(n) for n in run.after.walk()} > set(STATISTICS), "no attention was seen"
-
-
-def what_the_program_says_stays() -> None:
-    """Under `autocast(enabled=False)`, and elementwise code behind a `.float()`."""
-    layer = nn.Linear(3, 3)
-
-    def program(x: torch.Tensor) -> torch.Tensor:
-        y = layer(x)
-        with torch.autocast("cpu", enabled=False):
-            z = layer(y).relu()
-        return layer((layer(z).float() * 2).relu()).sum()
-
-    run = run_pass([Cast("bf16", "")], capture(program, torch.randn(2, 3)).joint)
-    casts_as_promised(run)
-    assert {(n.meta.get("custom") or {}).get("precision") for n in run.after.walk()} >= {
-        "keep",
-        "explicit",
-    }
-
-
-def what_stands_around_products() -> None:
-    """Each operator between a product and another, or exponentials, or both."""
-    product = Step("product", -1, -1)
-    follow = {
-        "product": (product,),
-        "exp": (Step("exp", -1),),
-        "both": (Step("exp", -1), Step("product", -2, -2)),
-        "parts": (Step("rest", -1), Step("exp", -1), Step("transpose", -3), Step("exp", -1)),
-        "mixed": (Step("add", -1, 0), product),
-    }
-    for operator in OPERATORS:
-        for steps in follow.values():
-            for other in (-1, -2, 0):
-                between = (product, Step(operator, -1, other), *steps)
-                gradients = tuple(range(-len(steps), 0))
-                spec = GradientGraph((), between, gradients, saved=(Leaf((2, 2)),) * 2)
-                for current in (Cast("bf16", ""), Cast("fp16", "aten.exp=infer;aten.relu=deny")):
-                    run = run_pass([current], spec.build())
-                    casts_as_promised(run)
-                    no_dead_code(run)
-
-
-SINGLE: tuple[Callable[[], None], ...] = (
-    attention_keeps_statistics,
-    what_the_program_says_stays,
-    what_stands_around_products,
-)

@@ -180,6 +180,7 @@ def thin_matrices(run: Run) -> None:
     shapes = {g.parameter: tuple(g.node.meta["val"].shape) for g in run.before.gradients()}
     thin = {name for name, shape in shapes.items() if _is_thin(shape, scheme.rank)}
     assert ("subspace" in states) == bool(thin)
+    assert ("residual" in states) == bool(thin and scheme.feedback)
     _small_leave_nothing(run, thin)
     if thin:
         _begins_where_it_ended(run, scheme.rank)

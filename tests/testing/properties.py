@@ -48,7 +48,8 @@ from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step, param
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
-from tests.testing.casts import casts_as_promised, low_graphs
+from tests.testing.cast_graphs import low_graphs
+from tests.testing.casts import casts_as_promised
 from tests.testing.clipping import Behind, clipped_as_promised
 from tests.testing.compression import (
     compressed_as_promised,

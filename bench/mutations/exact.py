@@ -1,0 +1,41 @@
+"""Mutants of `fxpasses.schedule.exact`: see `bench.mutations`."""
+
+WRITTEN = (
+    (
+        "stops at the first",
+        "            best = tried\n            continue",
+        "            return tried, True",
+    ),
+    ("always a proof", "return best, not beginnings", "return best, True"),
+    ("never a proof", "return best, not beginnings", "return best, False"),
+    ("looks on and on", "        most -= 1\n", ""),
+    (
+        "the same tasks are enough to be passed over",
+        "if any(all(a <= b for a, b in zip(other, left, strict=True)) for other in others):",
+        "if others:",
+    ),
+    (
+        "passed over by a later one",
+        "all(a <= b for a, b in zip(other, left, strict=True))",
+        "all(a >= b for a, b in zip(other, left, strict=True))",
+    ),
+    ("what runs counts for nothing", "return [now, *(", "return [now, *() and ("),
+    ("the cap is forgotten", "timed(tasks, order, memory_cap)", "timed(tasks, order, None)"),
+    (
+        "tails are counted twice",
+        "ends[i] + tails[i] for i in placed",
+        "ends[i] + 2 * tails[i] for i in placed",
+    ),
+    (
+        "work of other resources is counted",
+        "first[resource] + work[resource] for resource in work",
+        "first[resource] + sum(work.values()) for resource in work",
+    ),
+    (
+        "what others hold is free",
+        "start = max(now, free.get(task.resource, 0.0), *(ends[j] for j in task.after), 0.0)",
+        "start = max(now, free.get(task.resource, 0.0), *(2 * ends[j] for j in task.after), 0.0)",
+    ),
+    ("first those with short ways", "key=lambda i: tails[i])", "key=lambda i: -tails[i])"),
+)
+EQUIVALENT: dict[str, str] = {}

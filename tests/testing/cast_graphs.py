@@ -1,0 +1,156 @@
+"""Graphs for `cast`, in which much runs low, and what the program says stands among it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fxpasses.passes.cast import Cast
+from fxpasses.testing.capture import capture
+from fxpasses.testing.check import settings
+from fxpasses.testing.oracles.base import run_pass
+from fxpasses.testing.oracles.kept import no_dead_code
+from fxpasses.testing.program import Layer, Program
+from fxpasses.testing.synthetic import OPERATORS, RARE, GradientGraph, Leaf, Step
+from tests.testing.casts import LOW, STATISTICS, casts_as_promised, name, said
+
+
+def low_graphs() -> st.SearchStrategy[GradientGraph]:
+    """Graphs in which much runs low: products of small squares, mostly in fp32, and what stands around them."""
+    square = Leaf((2, 2))
+    odd = st.builds(
+        Leaf,
+        st.sampled_from(((2, 2), (2,), ())),
+        st.sampled_from(("float32", "bfloat16", "float16", "float64")),
+    )
+    same_shape = ("add", "mul", "where", "mask", "scaled", "relu", "large", "exp", "transpose")
+    others = (
+        "rest",
+        "cat",
+        "halves",
+        "max",
+        "sum",
+        "expand",
+        "bfloat16",
+        "float64",
+        "neg",
+        "flatten",
+    )
+    others += tuple(operator for operator in RARE if operator != "complex64")
+    operators = st.sampled_from((*("product",) * 16, *same_shape * 2, *others))
+    latest = st.sampled_from((-1, -1, -1, -2, -3))
+    positions = st.sampled_from((-1, -2, -3, -4, 2, 3, 2, 3, 1, 0))
+    steps = st.builds(Step, operators, latest, positions)
+    return st.builds(
+        GradientGraph,
+        tangents=st.just((square,)),
+        steps=st.lists(steps, min_size=4, max_size=14).map(tuple),
+        gradients=st.lists(positions, max_size=3).map(lambda found: (-1, *found)),
+        saved=st.tuples(odd, st.just(square), st.just(square)),
+        input_gradients=st.lists(positions, max_size=1).map(tuple),
+    )
+
+
+def attention_keeps_statistics() -> None:
+    """Attention runs low, forward and backward; its log-sum-exp stays fp32."""
+    layer = nn.Linear(8, 8)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        q = layer(x).view(2, 5, 2, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum()
+
+    run = run_pass([Cast("bf16", "")], capture(program, torch.randn(2, 5, 8)).joint)
+    casts_as_promised(run)
+    assert {name(n) for n in run.after.walk()} > set(STATISTICS), "no attention was seen"
+
+
+def what_the_program_says_stays() -> None:
+    """Under `autocast(enabled=False)`, and elementwise code behind a `.float()`."""
+    layer = nn.Linear(3, 3)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        with torch.autocast("cpu", enabled=False):
+            z = layer(y).relu()
+        return layer((layer(z).float() * 2).relu()).sum()
+
+    run = run_pass([Cast("bf16", "")], capture(program, torch.randn(2, 3)).joint)
+    casts_as_promised(run)
+    assert {said(n) for n in run.after.walk()} >= {
+        "keep",
+        "explicit",
+    }
+
+
+def sizes_that_vary() -> None:
+    """Sizes that are not known are inputs like tensors, and no values."""
+    layers = (Layer("linear", 2), Layer("views"), Layer("linear", 2), Layer("attention", 2))
+    run = run_pass([Cast("bf16", "")], Program(layers, batch=3, dynamic=True).captured().joint)
+    casts_as_promised(run)
+    assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in run.before.graph.nodes)
+
+
+def marked_operators(examples: int) -> None:
+    """What has an effect stays, whatever the rules say, and what the program pins."""
+    marks = st.dictionaries(
+        st.integers(0, 13), st.sampled_from(("effect", "keep", "explicit")), max_size=4
+    )
+    rules = st.sampled_from(
+        ("", "aten.exp=allow", "aten.permute=allow", "aten.exp=infer;aten.mul=deny")
+    )
+
+    @settings(examples)
+    @given(low_graphs(), marks, rules, st.sampled_from(sorted(LOW)))
+    def search(source: GradientGraph, marks: dict[int, str], rules: str, low: str) -> None:
+        graph = source.build()
+        for at, node in enumerate(graph.walk()):
+            mark = marks.get(at)
+            if mark == "effect":
+                node.meta["effect"] = mark
+            elif mark is not None:
+                node.meta["custom"] = {"precision": mark}
+        casts_as_promised(run_pass([Cast(low, rules)], graph))
+
+    search()
+
+
+_PRODUCT = Step("product", -1, -1)
+# What stands behind an operator.
+_FOLLOW = (
+    (_PRODUCT,),
+    (Step("exp", -1),),
+    (Step("exp", -1), Step("product", -2, -2)),
+    (Step("rest", -1), Step("exp", -1), Step("transpose", -3), Step("exp", -1)),
+    (Step("rest", -1), Step("exp", -1)),
+    (Step("add", -1, 0), _PRODUCT),
+)
+_BINARY = ("mask", "where", "cat", "add", "mul", "product", "dropped", "kept")
+
+
+def what_stands_around_products() -> None:
+    """Each operator between a product and another, or exponentials, or both."""
+    for operator in (*OPERATORS, *RARE):
+        for steps, other in itertools.product(
+            _FOLLOW, (-1, -2, 0) if operator in _BINARY else (0,)
+        ):
+            between = (_PRODUCT, Step(operator, -1, other), *steps)
+            gradients = tuple(range(-len(steps), 0))
+            spec = GradientGraph((), between, gradients, saved=(Leaf((2, 2)),) * 2)
+            for current in (Cast("bf16", ""), Cast("fp16", "aten.exp=infer;aten.relu=deny")):
+                run = run_pass([current], spec.build())
+                casts_as_promised(run)
+                no_dead_code(run)
+
+
+SINGLE: tuple[Callable[[], None], ...] = (
+    attention_keeps_statistics,
+    what_the_program_says_stays,
+    sizes_that_vary,
+    what_stands_around_products,
+)
