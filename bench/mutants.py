@@ -128,9 +128,10 @@ def _checks(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
             solving.searches_in_bounds,
         ),
         "exact": often(solving.all_orders),
-        "order": searches(
-            ordering.order_as_promised, ordering.links_as_promised, ordering.events_as_promised
-        ),
+        "order": [
+            *often(ordering.order_as_promised, ordering.links_as_promised),
+            *searches(ordering.events_as_promised),
+        ],
         "variants": searches(p.variants_as_promised),
     }
     single: dict[str, Sequence[Single]] = {
@@ -342,7 +343,7 @@ def run_module(module: str, options: argparse.Namespace) -> Outcome:
         len(tried),
         survived,
         {mutant.name: mutant.reason for mutant in mutants if mutant.reason is not None},
-        left_out(module),
+        dict(left_out(module)),
     )
 
 

@@ -24,28 +24,31 @@ _SYMMETRIC = "arguments that may stand either way round: of max, min, promote_ty
 def by_rule(module: str) -> Iterator[Mutant]:
     """Every change that a rule can make at one place."""
     tree = ast.parse(source_of(module))
-    for position, (node, reason) in enumerate(_code(tree)):
-        for number, (kind, _) in enumerate(_changes(node)):
+    for node, reason in list(_code(tree)):
+        for kind, replacement in _changes(node):
             if reason or _why_not(node, kind):
                 continue
-            changed = copy.deepcopy(tree)
-            target = list(_code(changed))[position][0]
-            before, where = ast.unparse(target), _where(changed, target)
-            what, replacement = _changes(target)[number]
-            _replace(changed, target, replacement)
-            after = ast.unparse(replacement) if replacement is not None else "(nothing)"
-            name = (
-                f"{module}:{node.lineno} {what}: {_one_line(before)} -> {_one_line(after)}{where}"
-            )
-            yield Mutant(module, name, ast.unparse(ast.fix_missing_locations(changed)))
+            before, where = _one_line(ast.unparse(node)), _where(tree, node)
+            after = _one_line(ast.unparse(replacement))
+            _replace(tree, node, replacement)
+            changed = ast.unparse(tree)
+            _replace(tree, replacement, node)
+            name = f"{module}:{node.lineno} {kind}: {before} -> {after}{where}"
+            yield Mutant(module, name, changed)
 
 
 def _where(tree: ast.Module, target: ast.AST) -> str:
     """Around a constant: by itself it does not say what it is for."""
     if not isinstance(target, ast.Constant):
         return ""
-    around = next(n for n in ast.walk(tree) if any(c is target for c in ast.iter_child_nodes(n)))
+    around = _parent(tree, target)
+    if isinstance(around, ast.UnaryOp):  # a negative number
+        around = _parent(tree, around)
     return f", in {_one_line(ast.unparse(around))}"
+
+
+def _parent(tree: ast.Module, node: ast.AST) -> ast.AST:
+    return next(n for n in ast.walk(tree) if any(c is node for c in ast.iter_child_nodes(n)))
 
 
 def left_out(module: str) -> Counter[str]:
@@ -107,9 +110,9 @@ _OPERATORS: dict[type, type] = {
 }  # fmt: skip
 
 
-def _changes(node: Any) -> list[tuple[str, ast.AST | None]]:
-    """(kind, replacement) of each change at a node; None removes the statement."""
-    found: list[tuple[str, ast.AST | None]] = []
+def _changes(node: Any) -> list[tuple[str, ast.AST]]:
+    """(kind, replacement) of each change at a node."""
+    found: list[tuple[str, ast.AST]] = []
     if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in _OPERATORS:
         found.append(("operator", _with(node, op=_OPERATORS[type(node.op)]())))
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPERATORS:
@@ -132,8 +135,8 @@ def _changes(node: Any) -> list[tuple[str, ast.AST | None]]:
     return found
 
 
-def _call_changes(node: ast.Call) -> list[tuple[str, ast.AST | None]]:
-    found: list[tuple[str, ast.AST | None]] = []
+def _call_changes(node: ast.Call) -> list[tuple[str, ast.AST]]:
+    found: list[tuple[str, ast.AST]] = []
     if len(node.args) >= 2 and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
         swapped = [node.args[1], node.args[0], *node.args[2:]]
         found.append(("arguments", _with(node, args=swapped)))
@@ -159,7 +162,7 @@ def _with(node: Any, **fields: Any) -> Any:
     return changed
 
 
-def _replace(tree: ast.AST, target: ast.AST, replacement: ast.AST | None) -> None:
+def _replace(tree: ast.AST, target: ast.AST, replacement: ast.AST) -> None:
     for parent in ast.walk(tree):
         for name, child in ast.iter_fields(parent):
             if child is target:

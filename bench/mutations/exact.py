@@ -23,8 +23,8 @@ WRITTEN = (
     ("the cap is forgotten", "timed(tasks, order, memory_cap)", "timed(tasks, order, None)"),
     (
         "tails are counted twice",
-        "ends[i] + tails[i] for i in placed",
-        "ends[i] + 2 * tails[i] for i in placed",
+        "soonest = max(soonest, ends[i] + tails[i])",
+        "soonest = max(soonest, ends[i] + 2 * tails[i])",
     ),
     (
         "work of other resources is counted",

@@ -101,7 +101,7 @@ def _soonest_end(begun: Schedule, tails: Sequence[float]) -> float:
     ends, free = [0.0] * len(tasks), {}
     for i in begun.order:
         ends[i] = free[tasks[i].resource] = begun.starts[i] + tasks[i].duration
-    soonest = max((ends[i] + tails[i] for i in placed), default=0.0)
+    soonest = max((ends[i] for i in placed), default=0.0)
     first: dict[str, float] = {}
     work: dict[str, float] = {}
     for i, task in enumerate(tasks):

@@ -148,9 +148,27 @@ def what_stands_around_products() -> None:
                 no_dead_code(run)
 
 
+def streams_are_rounded_for_products_only() -> None:
+    """What commutes with rounding, read by a product and a sum or comparison, of what was low and was not."""
+    makes = (
+        (Step("exp", 0),),
+        (_PRODUCT, Step("exp", -1)),
+        (_PRODUCT, Step("norm", -1)),
+        (_PRODUCT, Step("norm", -1), Step("transpose", -1)),
+    )
+    for made, operator, reader in itertools.product(
+        makes, ("relu", "neg"), ("add", "mul", "where", "mask")
+    ):
+        behind = (Step(operator, -1), Step("product", -1, 0), Step(reader, -2, -3))
+        spec = GradientGraph((), (*made, *behind), (-1, -2), saved=(Leaf((2, 2)),) * 2)
+        for current in (Cast("bf16", ""), Cast("fp16", "")):
+            casts_as_promised(run_pass([current], spec.build()))
+
+
 SINGLE: tuple[Callable[[], None], ...] = (
     attention_keeps_statistics,
     what_the_program_says_stays,
     sizes_that_vary,
+    streams_are_rounded_for_products_only,
     what_stands_around_products,
 )
