@@ -124,6 +124,7 @@ def _checks(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
             solving.lists_as_promised,
             solving.memory_is_spared,
             solving.moves_as_promised,
+            solving.postponed_as_promised,
             solving.swaps_as_promised,
             solving.searches_in_bounds,
         ),

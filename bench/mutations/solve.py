@@ -23,4 +23,12 @@ WRITTEN = (
     ("shortest path", "nx.dag_longest_path(graph)", "nx.shortest_path(graph, 0, -1)"),
     ("each resource twice", "now += step", "now += 2 * step"),
 )
-EQUIVALENT: dict[str, str] = {}
+_NEVER_EXACTLY = "no number that is drawn is exactly that"
+EQUIVALENT: dict[str, str] = {
+    "constant: 1 -> 2, in left[i] = -1": "any number below 0 says that a task has its place",
+    "constant: 1 -> 2, in end = -1": "any number below 0 is no task's",
+    "constant: 1 -> 2, in max(1, len(tasks))": "one task alone is at its bound",
+    "comparison: dice.random() < _CRITICAL -> dice.random() <= _CRITICAL": _NEVER_EXACTLY,
+    "comparison: dice.random() < math.exp(-worse / temperature) "
+    "-> dice.random() <= math.exp(-worse / temperature)": _NEVER_EXACTLY,
+}

@@ -128,7 +128,7 @@ def _last_moment(tasks: Sequence[Task], order: Sequence[int], chosen: set[int]) 
             left[j] += 1
     found: list[int] = []  # from the end on
     for start in [*(i for i in reversed(order) if i in chosen and not left[i]), *reversed(order)]:
-        pending = [start] if start not in chosen or not left[start] else []
+        pending = [start]
         while pending:
             i = pending.pop()
             if left[i] < 0:

@@ -115,6 +115,21 @@ def _later(schedule: Schedule, cap: int | None, seed: int) -> None:
         assert late.makespan <= schedule.makespan
 
 
+def postponed_as_promised(examples: int) -> None:
+    """In schedules as good as chance makes them, too."""
+
+    @settings(examples)
+    @given(st.one_of(job_shops(4, 3), task_graphs(most=12, memory=True)), SHARES, SEEDS, SEEDS)
+    def search(tasks: list[Task], share: float | None, seed: int, chosen: int) -> None:
+        order = order_of(tasks, seed)
+        cap = _cap(tasks, order, share)
+        schedule = queued(tasks, order) if cap is None else timed(tasks, order, cap)
+        if schedule is not None:
+            _later(schedule, cap, chosen)
+
+    search()
+
+
 # All orders
 
 

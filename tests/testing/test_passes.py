@@ -54,6 +54,7 @@ def test_pass(name):
         solving.lists_as_promised,
         solving.memory_is_spared,
         solving.moves_as_promised,
+        solving.postponed_as_promised,
         solving.searches_in_bounds,
         solving.solutions,
         solving.swaps_as_promised,
