@@ -19,7 +19,11 @@ WRITTEN = (
         "all(a <= b for a, b in zip(other, left, strict=True))",
         "all(a >= b for a, b in zip(other, left, strict=True))",
     ),
-    ("what runs counts for nothing", "return [now, *(", "return [now, *() and ("),
+    (
+        "what runs counts for nothing",
+        "*(max(now, begun.ends[i]) for i in sorted(begun.order))",
+        "*(now for i in begun.order)",
+    ),
     ("the cap is forgotten", "timed(tasks, order, memory_cap)", "timed(tasks, order, None)"),
     (
         "tails are counted twice",
