@@ -26,9 +26,9 @@ WRITTEN = (
     ),
     ("the cap is forgotten", "timed(tasks, order, memory_cap)", "timed(tasks, order, None)"),
     (
-        "tails are counted twice",
-        "soonest = max(soonest, ends[i] + tails[i])",
-        "soonest = max(soonest, ends[i] + 2 * tails[i])",
+        "twice as late",
+        "soonest = max(soonest, ends[i])",
+        "soonest = max(soonest, 2 * ends[i])",
     ),
     (
         "work of other resources is counted",

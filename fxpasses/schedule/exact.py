@@ -41,7 +41,7 @@ def best_of_all(
         most -= 1
         order = beginnings.pop()
         tried = timed(tasks, order, memory_cap)
-        if tried is None or _soonest_end(tried, tails) >= best.makespan * _ROUNDING:
+        if tried is None or _soonest_end(tried) >= best.makespan * _ROUNDING:
             continue
         left, others = _left(tried), seen.setdefault(frozenset(order), [])
         if any(all(a <= b for a, b in zip(other, left, strict=True)) for other in others):
@@ -94,7 +94,7 @@ def _left(begun: Schedule) -> list[float]:
     return [now, *(max(now, begun.ends[i]) for i in sorted(begun.order))]
 
 
-def _soonest_end(begun: Schedule, tails: Sequence[float]) -> float:
+def _soonest_end(begun: Schedule) -> float:
     """Seconds before which no schedule that begins like this ends."""
     tasks, placed = begun.tasks, set(begun.order)
     now = _now(begun)
@@ -109,7 +109,7 @@ def _soonest_end(begun: Schedule, tails: Sequence[float]) -> float:
             continue
         start = max(now, free.get(task.resource, 0.0), *(ends[j] for j in task.after), 0.0)
         ends[i] = start + task.duration
-        soonest = max(soonest, ends[i] + tails[i])
+        soonest = max(soonest, ends[i])
         first[task.resource] = min(first.get(task.resource, start), start)
         work[task.resource] = work.get(task.resource, 0.0) + task.duration
     return max([soonest, *(first[resource] + work[resource] for resource in work)])
