@@ -152,6 +152,7 @@ def streams_are_rounded_for_products_only() -> None:
     """What commutes with rounding, read by a product and a sum or comparison, of what was low and was not."""
     makes = (
         (Step("exp", 0),),
+        (Step("norm", 0),),
         (_PRODUCT, Step("exp", -1)),
         (_PRODUCT, Step("norm", -1)),
         (_PRODUCT, Step("norm", -1), Step("transpose", -1)),
@@ -161,8 +162,11 @@ def streams_are_rounded_for_products_only() -> None:
     ):
         behind = (Step(operator, -1), Step("product", -1, 0), Step(reader, -2, -3))
         spec = GradientGraph((), (*made, *behind), (-1, -2), saved=(Leaf((2, 2)),) * 2)
-        for current in (Cast("bf16", ""), Cast("fp16", "")):
-            casts_as_promised(run_pass([current], spec.build()))
+        for current, mark in itertools.product((Cast("bf16", ""), Cast("fp16", "")), ("", "keep")):
+            graph = spec.build()
+            if mark:
+                graph.outputs()[0][1].meta["custom"] = {"precision": mark}
+            casts_as_promised(run_pass([current], graph))
 
 
 SINGLE: tuple[Callable[[], None], ...] = (
