@@ -1,9 +1,10 @@
 """Train the demo's language model with compressed gradients, beside dense ones: held-out loss and bytes.
 
-    python -m bench.convergence [--seeds 3] [--steps 300] [--schemes none int8 ...] [--output FOLDER]
+    python -m bench.convergence [--seeds 3] [--steps 300] [--schemes none int8 ...] [--output FOLDER] [--keep]
 
 Two ranks over gloo; equal steps, initial weights and batches for all schemes of a seed. Differences are taken
 seed by seed. A run that is there already (a file in the output folder) is not repeated; delete it to do so.
+`--keep` also writes table and plot to bench/results.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from bench.gpt import GPT
 from bench.ranks import run_ranks
 from bench.training import HeldOut, Record
 
+EMBEDDINGS = ("tokens.weight", "positions.weight")
 SCHEMES: dict[str, Any] = {
     "none": "none",
     "int8": "int8",
     "int4": "int4",
     "topk": {"scheme": "topk", "ratio": 0.01},
+    "topk-warmup": {"scheme": "topk", "ratio": 0.01, "warmup": 100},
     "topk-ef21": {"scheme": "topk", "ratio": 0.01, "feedback": "ef21", "momentum": 0.9},
     "powersgd": {"scheme": "powersgd", "rank": 4},
-    "adaptive": "adaptive",
+    "adaptive": {"*": "adaptive", **dict.fromkeys(EMBEDDINGS, "int4")},
     "budget": {
         "scheme": "adaptive",
         "levels": ["int8", "int4", "topk"],
@@ -40,9 +43,10 @@ SCHEMES: dict[str, Any] = {
         "budget": 0.2,
     },
 }
-LOSS_GOALS = {"int8": 0.001, "int4": 0.005, "topk": 0.01}  # relative to dense
+LOSS_GOALS = {"int8": 0.001, "int4": 0.005, "topk": 0.01, "topk-warmup": 0.01}  # relative to dense
 FEWER_BYTES_GOAL = 1.5  # adaptive, beside the static scheme of least bytes with no larger loss
 ADAPTIVE = ("adaptive", "budget")
+RESULTS = Path(__file__).parent / "results"
 
 
 def with_compression(compression: Any, model: GPT) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -50,7 +54,7 @@ def with_compression(compression: Any, model: GPT) -> Callable[[torch.Tensor], t
 
 
 def run(scheme: str, seed: int, steps: int, folder: Path, console: Console) -> dict[str, Any]:
-    """A run's held-out losses, by step, and mean bytes a step and rank."""
+    """A run's held-out losses and bytes sent so far, by step, and mean bytes a step and rank."""
     path = folder / f"{scheme}-seed{seed}-steps{steps}.json"
     if not path.exists():
         records: list[Record] = []
@@ -66,6 +70,7 @@ def run(scheme: str, seed: int, steps: int, folder: Path, console: Console) -> d
         found = {
             "steps": [h.step for h in records[0].held_out],
             "losses": [h.loss for h in records[0].held_out],
+            "sent": [h.sent_bytes for h in records[0].held_out],
             "bytes": records[0].reduced_bytes,
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -131,8 +136,8 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
             statistics.mean(column) for column in zip(*(r["losses"] for r in found), strict=True)
         ]
         by_step.plot(steps, losses, label=scheme)
-        megabytes = [step * found[0]["bytes"] / 1e6 for step in steps[1:]]
-        by_bytes.plot(megabytes, losses[1:], label=scheme)
+        sent = [statistics.mean(c) / 1e6 for c in zip(*(r["sent"] for r in found), strict=True)]
+        by_bytes.plot(sent[1:], losses[1:], label=scheme)
     by_step.set(xlabel="step", ylabel="held-out loss (nats per byte)")
     by_bytes.set(xlabel="MB sent by a rank", xscale="log")
     for axes in (by_step, by_bytes):
@@ -147,6 +152,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--output", type=Path, default=Path("convergence-output"))
+    parser.add_argument("--keep", action="store_true", help="write to bench/results")
     args = parser.parse_args()
     console = Console(width=120)
     names = dict.fromkeys(("none", *args.schemes))
@@ -157,6 +163,11 @@ def main() -> int:
     console.print(table(runs))
     plot(runs, args.output / "convergence.png")
     console.print(f"Plot: {args.output / 'convergence.png'}")
+    if args.keep:
+        RESULTS.mkdir(exist_ok=True)
+        with (RESULTS / "convergence.txt").open("w") as file:
+            Console(width=120, file=file).print(table(runs))
+        plot(runs, RESULTS / "convergence.png")
     return 0
 
 

@@ -40,10 +40,11 @@ class StepDone:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Held-out loss in nats per byte after a number of steps."""
+    """Held-out loss in nats per byte after a number of steps, and payload bytes that a rank sent in them."""
 
     step: int
     loss: float
+    sent_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +128,7 @@ def train(wrap: Wrap, steps: int, report: Callable[[Any], None], seed: int = SEE
     wrapped = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95))
     losses, norms, seconds, total_bytes = [], [], [], 0
-    held_out = [HeldOut(0, held_out_loss(model, held_out_text))]
+    held_out = [HeldOut(0, held_out_loss(model, held_out_text), 0)]
     report(held_out[-1])
     for step, (tokens_bt, targets_bt) in zip(
         range(1, steps + 1), batches(text, dist.get_rank(), seed), strict=False
@@ -141,7 +142,8 @@ def train(wrap: Wrap, steps: int, report: Callable[[Any], None], seed: int = SEE
         if step <= FIRST_STEPS:
             norms.append(gradient_norm(model))
         if step % HELD_OUT_EVERY == 0 or step == steps:
-            held_out.append(HeldOut(step, held_out_loss(model, held_out_text)))
+            loss = held_out_loss(model, held_out_text)
+            held_out.append(HeldOut(step, loss, total_bytes))
             report(held_out[-1])
     report(
         Record(

@@ -58,7 +58,7 @@ class Binding(Watched):
         records: of the parameters whose gradients the backward reduces over several ranks.
         scaler: the loss scale, if the options ask for one.
         clipping: of the gradients' norm, likewise.
-        plan: what a synchronising backward sends; of adaptive compression, at its first levels.
+        plan: what a synchronising backward sends; of compression that changes, at its first levels.
         digests: of that plan with the levels that have been chosen so far.
     """
 
@@ -80,7 +80,7 @@ class Binding(Watched):
         return tensor
 
     def plan_at(self, levels: Levels | None) -> Plan:
-        """The plan with these levels of adaptive compression."""
+        """The plan with these levels of compression."""
         return self.plan if levels is None else dataclasses.replace(self.plan, levels=levels)
 
     def digest(self, levels: Levels | None = None) -> tuple[int, int]:

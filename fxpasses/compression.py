@@ -6,13 +6,15 @@
 
 In a pipeline string: `topk:ratio=0.01` and `*=int4;*.bias=none;head.*=int8:group=64`.
 
-`adaptive` stands for one of its levels, anew in each step (see `levels.py`).
+`adaptive` stands for one of its levels, anew in each step, and top-k with a warm-up for one of its stages (see
+`levels.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,15 +30,17 @@ _KEYS = {
     "fp16": (),
     "int8": ("group", "symmetric", "stochastic", "feedback"),
     "int4": ("group", "symmetric", "stochastic", "feedback", "rotate", "second_bits"),
-    "topk": ("ratio", "momentum", "feedback"),
+    "topk": ("ratio", "momentum", "warmup", "feedback"),
     POWERSGD: ("rank", "feedback"),
     ADAPTIVE: (
-        *("levels", "policy", "threshold", "budget"),
+        *("levels", "policy", "threshold", "flush", "budget"),
         *("group", "rotate", "second_bits", "ratio", "rank"),
     ),
 }
 SCHEMES = tuple(_KEYS)
 _LEVELS = ("int8", "int4", "topk", POWERSGD)  # they share one kind of residual
+# A warm-up begins with this ratio, as many bytes as int8, and falls by this factor a stage, or a bit less.
+_FIRST_RATIO, _FALL = 0.25, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +59,15 @@ class Scheme:
         ratio: (topk) share of the elements that is sent, above 0 and at most 1.
         momentum: (topk) taken before elements are chosen, in place of the optimizer's own; with "ef21", of a
             moving average that is estimated; 0 for none.
+        warmup: (topk) backwards in which the ratio falls, in a few stages, from a quarter to what it is then; 0
+            for none. Lin et al., ICLR 2018, "Deep gradient compression", section 3.3.
         rank: (powersgd) columns of the two thin matrices that stand for a gradient.
         levels: (adaptive) schemes, from the one that loses least to the one that sends least: "int8/int4/topk".
         policy: (adaptive) "norm" takes the first level while the norm of the gradients changes, else the last;
             "budget" gives each layer the level with which all together send least within an error budget.
         threshold: (norm) by what share of its moving average the norm has to differ.
+        flush: (norm) every so many backwards the first level is taken, which sends what the last one has held
+            back; 0 for never.
         budget: (budget) of the gradients' squared norm the share that may be lost.
     """
 
@@ -72,10 +80,12 @@ class Scheme:
     second_bits: int = 8
     ratio: float = 0.01
     momentum: float = 0.0
+    warmup: int = 0
     rank: int = 4
     levels: str = "int4/powersgd"
     policy: str = NORM
     threshold: float = 0.5
+    flush: int = 8
     budget: float = 0.05
 
     def __post_init__(self) -> None:
@@ -95,6 +105,12 @@ class Scheme:
             self._refuse("momentum", "a number from 0 to below 1")
         if self.momentum and not self.feedback:
             self._refuse("feedback", f"true or {ESTIMATES} with momentum")
+        if not _is_whole(self.warmup) or self.warmup < 0:
+            self._refuse("warmup", "a whole number of backwards, 0 for none")
+        if self.warmup and self.ratio >= _FIRST_RATIO:
+            self._refuse(
+                "warmup", f"0 with a ratio of {_FIRST_RATIO} or more, which it begins with"
+            )
         if not _is_whole(self.rank) or self.rank < 1:
             self._refuse("rank", "a whole number, 1 or more")
         if self.feedback == ESTIMATES and self.scheme == POWERSGD:
@@ -116,16 +132,27 @@ class Scheme:
             self._refuse("policy", " or ".join(POLICIES))
         if not _is_number(self.threshold) or not 0 < self.threshold < 1:
             self._refuse("threshold", "a number above 0 and below 1")
+        if not _is_whole(self.flush) or self.flush < 0 or self.flush == 1:
+            self._refuse("flush", "a whole number of backwards from 2 on, or 0")
         if not _is_number(self.budget) or not 0 < self.budget < 1:
             self._refuse("budget", "a number above 0 and below 1")
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """(adaptive) The levels, in order."""
-        return tuple(self.levels.split("/"))
+        """What it stands for, one at a time, in order; of a scheme that stays what it is nothing."""
+        if self.scheme == ADAPTIVE:
+            return tuple(self.levels.split("/"))
+        if not self.warmup:
+            return ()
+        fall = self.ratio / _FIRST_RATIO
+        stages = math.ceil(-math.log(fall, _FALL) - 1e-9)
+        ratios = [f"{_FIRST_RATIO * fall ** (stage / stages):.3g}" for stage in range(stages)]
+        return tuple(f"{self.scheme}:ratio={ratio}" for ratio in (*ratios, self.ratio))
 
     def level(self, name: str) -> Scheme:
-        """(adaptive) The scheme of a level, which shares parameters with the others."""
+        """The scheme of a level, which shares parameters with the others."""
+        if self.scheme != ADAPTIVE:
+            return dataclasses.replace(self, ratio=float(name.partition("=")[2]), warmup=0)
         shared = {key: getattr(self, key) for key in _KEYS[name] if key in _KEYS[ADAPTIVE]}
         return Scheme(name, **shared)
 
@@ -155,7 +182,7 @@ class Scheme:
 
 
 Rules = tuple[tuple[str, Scheme], ...]
-Levels = tuple[tuple[str, str], ...]  # parameters and their levels, where a scheme is adaptive
+Levels = tuple[tuple[str, str], ...]  # parameters and their levels, where a scheme has some
 
 
 def compression_text(value: Any) -> str:
@@ -187,15 +214,17 @@ def scheme_of(parameter: str, rules: Rules, levels: Levels | None = None) -> Sch
     """The scheme of a parameter.
 
     Args:
-        levels: of adaptive schemes; a parameter that is not in it is sent as it is. None, where nobody has
-            chosen yet, is the first level for all.
+        levels: of schemes that have some. A parameter that is not in it is sent as it is if that is adaptive,
+            else as after the warm-up. None, where nobody has chosen, is the first level of an adaptive scheme.
     """
     scheme = option_of(parameter, rules)
-    if scheme.scheme != ADAPTIVE:
+    if not scheme.level_names:
         return scheme
+    name = dict(levels or ()).get(parameter)
+    if scheme.scheme != ADAPTIVE:
+        return scheme.level(name or scheme.level_names[-1])
     if levels is None:
         return scheme.level(scheme.level_names[0])
-    name = dict(levels).get(parameter)
     return Scheme() if name is None else scheme.level(name)
 
 

@@ -1,13 +1,18 @@
-"""Adaptive compression: which level each layer takes in the next backward.
+"""Compression that changes: which level each layer takes in the next backward.
 
     statistics of the last backward (reduced, so the same on all ranks) ─▶ choose ─▶ levels ─▶ a variant of the
     backward that was compiled for these, or is when they are first chosen
 
-Only weights are compressed; biases, normalisations and embeddings are sent as they are. All that a choice
-depends on is state of the parameters, so that a resumed run chooses as the one that was saved.
+A warm-up of top-k has stages, equally long, in which the ratio falls (`Scheme.level_names`). The host counts
+each parameter's backwards, once all ranks know that they send its gradient; no statistics are needed. A region
+is as far as its parameter with the most, so that all of it changes at once.
+
+Of an adaptive scheme only weights are compressed; biases, normalisations and embeddings are sent as they are.
+All that a choice depends on is state of the parameters, so that a resumed run chooses as the saved one did.
 
 Policies: `norm`, after Agarwal et al., "Accordion: adaptive gradient communication via critical learning regime
-identification" (2021): little is lost while the gradients' norm changes, much while it is steady. Two variants.
+identification" (2021): little is lost while the gradients' norm changes, much while it is steady. Then, other
+than there, every few backwards send what has been held back since, so that it never waits long. Two variants.
 `budget`, after L-GreCo (`budget.py`): anew after 16, 32, 64, … backwards, so a few variants.
 """
 
@@ -20,12 +25,13 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from fxpasses.budget import bits, cheapest, relative_error
-from fxpasses.compression import ADAPTIVE, BUDGET, Levels, Rules, Scheme, option_of
+from fxpasses.compression import BUDGET, Levels, Rules, Scheme, option_of
 from fxpasses.layers import WEIGHT
 from fxpasses.passes.measure_norms import STATISTICS
 from fxpasses.state import STORE
 
 LEVEL = "level"  # state: the number of a parameter's level, by the last decision of policy `budget`
+WARMUP = "warmup"  # state: the number of a parameter's backwards so far, until its warm-up is over
 _FIRST_DECISION = 16
 
 TensorOf = Callable[[str], torch.Tensor | None]
@@ -58,7 +64,7 @@ class Branch:
 
 
 class LevelChoice:
-    """The adaptive schemes of a region.
+    """The schemes of a region that have levels.
 
     Args:
         rules: option `compression`.
@@ -67,11 +73,12 @@ class LevelChoice:
 
     def __init__(self, rules: Rules, layers: Mapping[str, str]) -> None:
         options = {name: option_of(name, rules) for name in layers}
-        self._layers = {n: layers[n] for n, option in options.items() if option.scheme == ADAPTIVE}
+        self._layers = {n: layers[n] for n, option in options.items() if option.level_names}
         self._groups: dict[Scheme, list[str]] = {}
         for name, kind in self._layers.items():
-            if kind == WEIGHT:
+            if kind == WEIGHT or options[name].warmup:
                 self._groups.setdefault(options[name], []).append(name)
+        self._warmups = {n: option.warmup for n, option in options.items() if option.warmup}
 
     def __bool__(self) -> bool:
         """Whether there is anything to choose."""
@@ -79,7 +86,7 @@ class LevelChoice:
 
     @property
     def start(self) -> Levels:
-        """The first level for all weights."""
+        """The first level for all."""
         return self._levels(dict.fromkeys(self._groups, 0))
 
     def statistics(self, tensor_of: TensorOf) -> dict[str, Statistics]:
@@ -108,8 +115,15 @@ class LevelChoice:
             {option: self._chosen(option, known, tensor_of) for option in self._groups}
         )
 
+    def count(self, sent: Mapping[str, torch.Tensor]) -> None:
+        """Note that a backward sends the gradients of these parameters."""
+        for name in sent.keys() & self._warmups.keys():
+            backwards = _state(sent[name], WARMUP, 0)
+            if backwards < self._warmups[name]:
+                STORE.put(sent[name], WARMUP, torch.tensor(backwards + 1))
+
     def branches(self, levels: Levels, known: Mapping[str, Statistics]) -> tuple[Branch, ...]:
-        """What each adaptive parameter takes with these levels, and the statistics that they were chosen by."""
+        """What each parameter takes with these levels, and the statistics that they were chosen by."""
         taken = dict(levels)
         return tuple(
             Branch(name, layer, known.get(name, Statistics()), taken.get(name, "none"))
@@ -128,10 +142,20 @@ class LevelChoice:
         self, option: Scheme, everything: Mapping[str, Statistics], tensor_of: TensorOf
     ) -> int | list[int]:
         names = self._groups[option]
+        if option.warmup:
+            return _stage(option, max(_state(tensor_of(name), WARMUP, 0) for name in names))
         known = {name: everything[name] for name in names if name in everything}
         if option.policy == BUDGET:
             return _by_budget(option, names, known, tensor_of)
-        return 0 if _changes(known.values(), option.threshold) else len(option.level_names) - 1
+        flushes = _flushes(known.values(), option.flush)
+        changes = _changes(known.values(), option.threshold)
+        return 0 if flushes or changes else len(option.level_names) - 1
+
+
+def _stage(option: Scheme, backwards: int) -> int:
+    """The number of the stage of a warm-up that is reached after so many; the last one is what it ends with."""
+    last = len(option.level_names) - 1
+    return min(backwards * last // option.warmup, last)
 
 
 def _changes(known: Iterable[Statistics], threshold: float) -> bool:
@@ -141,6 +165,12 @@ def _changes(known: Iterable[Statistics], threshold: float) -> bool:
         math.hypot(*(getattr(s, field) for s in known)) for field in ("norm", "average")
     )
     return average == 0.0 or abs(norm - average) > threshold * average
+
+
+def _flushes(known: Iterable[Statistics], every: int) -> bool:
+    """Whether the next backward is one of those that send what the others have held back."""
+    backwards = max((s.count for s in known), default=0)
+    return every > 0 and backwards % every == every - 1
 
 
 def _by_budget(

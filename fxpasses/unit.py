@@ -164,7 +164,7 @@ class Unit:
         )
 
     def starting(self, mode: str, **fields: Any) -> Variant:
-        """A variant that sends something, before adaptive compression has anything to go by."""
+        """A variant that sends something, before compression that changes has anything to go by."""
         return Variant(mode, levels=self.levels.start if self.levels else None, **fields)
 
     @property

@@ -34,7 +34,7 @@ class Variant:
         union: what the ranks agreed to send, where their graphs differ.
         absent: for each parameter of the union that this rank's graph lacks, its pending gradient.
         buffers: the union's buffers.
-        levels: of adaptive compression; None where nothing is sent, or none is adaptive.
+        levels: of compression that changes; None where nothing is sent, or none does.
     """
 
     mode: str = SYNCHRONISE

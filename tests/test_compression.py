@@ -26,6 +26,7 @@ from fxpasses.config import Hardening
             "int8:stochastic=true:feedback=ef21",
         ),
         ({"scheme": "topk", "momentum": 0.9}, "topk:momentum=0.9"),
+        ({"scheme": "topk", "warmup": 100}, "topk:warmup=100"),
         ({"scheme": "powersgd", "rank": 2}, "powersgd:rank=2"),
         ("adaptive", "adaptive"),
         (
@@ -65,6 +66,31 @@ def test_an_adaptive_scheme_stands_for_its_level():
     assert adapts("a=adaptive;b=int4") and not adapts("b=int4") and not adapts("")
 
 
+@pytest.mark.parametrize(
+    ("ratio", "stages"),
+    [
+        (0.001, [0.25, 0.0629, 0.0158, 0.00398]),  # those of the paper, rounded
+        (0.01, [0.25, 0.0855, 0.0292]),
+        (0.0625, [0.25]),
+        (0.2, [0.25]),
+        (0.0101234, [0.25, 0.0858, 0.0295]),
+    ],
+)
+def test_a_warm_up_falls_from_a_quarter_at_most_fourfold_a_stage(ratio, stages):
+    scheme = Scheme("topk", ratio=ratio, momentum=0.9, warmup=7)
+    levels = [scheme.level(name) for name in scheme.level_names]
+    assert levels == [Scheme("topk", ratio=r, momentum=0.9) for r in (*stages, ratio)]
+
+
+def test_a_warm_up_stands_for_its_stage_and_then_for_its_end():
+    rules = parse_rules("*=topk:ratio=0.02:warmup=10;head=int4")
+    levels = (("a", "topk:ratio=0.25"), ("head", "topk:ratio=0.25"))
+    assert scheme_of("a", rules, levels) == Scheme("topk", ratio=0.25)
+    assert scheme_of("b", rules, levels) == scheme_of("a", rules) == Scheme("topk", ratio=0.02)
+    assert scheme_of("head", rules, levels) == Scheme("int4")
+    assert not adapts("topk:warmup=10")
+
+
 def test_what_has_feedback():
     schemes = {name: Scheme(name).has_residual for name in SCHEMES}
     assert [name for name, has in schemes.items() if has] == ["int8", "int4", "topk", "powersgd"]
@@ -96,6 +122,14 @@ def test_what_has_feedback():
         ({"scheme": "powersgd", "feedback": "ef21"}, "got feedback='ef21'; expected true or false"),
         ({"scheme": "powersgd", "rank": 0}, "got rank=0; expected a whole number"),
         ({"scheme": "topk", "momentum": 1}, "got momentum=1; expected a number from 0"),
+        ({"scheme": "topk", "warmup": -1}, "got warmup=-1; expected a whole number of backwards"),
+        ({"scheme": "topk", "warmup": 0.5}, "got warmup=0.5"),
+        ({"scheme": "topk", "warmup": True}, "got warmup=True"),
+        (
+            {"scheme": "topk", "ratio": 0.25, "warmup": 9},
+            "got warmup=9; expected 0 with a ratio of",
+        ),
+        ({"scheme": "int8", "warmup": 9}, "scheme 'int8' has no 'warmup'"),
         ({"scheme": "topk", "momentum": 0.9, "feedback": False}, "expected true or ef21 with"),
         (
             {"scheme": "adaptive", "levels": "int4"},
@@ -106,6 +140,9 @@ def test_what_has_feedback():
         ({"scheme": "adaptive", "levels": 4}, "got levels=4"),
         ({"scheme": "adaptive", "policy": "nrom"}, "got policy='nrom'; expected norm or budget"),
         ({"scheme": "adaptive", "threshold": 1}, "got threshold=1; expected a number above 0"),
+        ({"scheme": "adaptive", "flush": 1}, "got flush=1; expected a whole number of backwards"),
+        ({"scheme": "adaptive", "flush": -2}, "got flush=-2"),
+        ({"scheme": "adaptive", "flush": 2.5}, "got flush=2.5"),
         ({"scheme": "adaptive", "budget": 0}, "got budget=0"),
         ({"scheme": "int8", "ratio": 0.1}, "scheme 'int8' has no 'ratio'"),
         ({"scheme": "topk", "ratoi": 0.1}, "scheme 'topk' has no 'ratoi'; did you mean 'ratio'?"),

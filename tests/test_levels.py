@@ -1,4 +1,4 @@
-"""Which level each layer takes: by the norms so far, or within an error budget."""
+"""Which level each layer takes: by the norms so far, within an error budget, or by the stage of a warm-up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from fxpasses.compression import parse_rules
 from fxpasses.layers import BIAS, EMBEDDING, WEIGHT
-from fxpasses.levels import LEVEL, Branch, LevelChoice, Statistics
+from fxpasses.levels import LEVEL, WARMUP, Branch, LevelChoice, Statistics
 from fxpasses.passes.measure_norms import STATISTICS
 from fxpasses.state import STORE
 
@@ -59,6 +59,19 @@ def test_the_norm_of_all_together_decides(norms, level):
     for name, pair in zip("ab", norms, strict=True):
         model.saw(name, *pair)
     assert model.levels() == {"a": level, "b": level}
+
+
+@pytest.mark.parametrize(
+    ("option", "every"), [("adaptive", 8), ("adaptive:flush=2", 2), ("adaptive:flush=0", 0)]
+)
+def test_every_few_backwards_send_what_was_held_back(option, every):
+    model, taken = Model(option), []
+    for count in range(1, 20):
+        model.saw("a", 3.0, 3.0, count)
+        model.saw("b", 4.0, 4.0, count // 2)  # not in all backwards
+        taken.append(model.levels())
+    flushes = [count % every == every - 1 if every else False for count in range(1, 20)]
+    assert taken == [dict.fromkeys("ab", "int4" if f else "powersgd") for f in flushes]
 
 
 def test_schemes_are_judged_apart():
@@ -122,3 +135,49 @@ def test_what_was_decided_goes_along_with_the_parameter():
     for name in "ab":
         resumed.saw(name, 1.0, 1.0, 20)
     assert resumed.levels() == {"a": "int4", "b": "topk"}
+
+
+WARMING = "topk:ratio=0.02:warmup=7"
+
+
+def stages_of(backwards: int, model: Model) -> list[str]:
+    """What all parameters take in each of these backwards, one after another."""
+    found = []
+    for _ in range(backwards):
+        taken = model.levels()
+        assert list(taken) == sorted(model.parameters) and len(set(taken.values())) == 1
+        found.append(taken["a"])
+        model.choice.count(model.parameters)
+    return found
+
+
+def test_the_stages_of_a_warm_up_are_equally_long_and_for_all_kinds_of_layers():
+    first, second, last = "topk:ratio=0.25", "topk:ratio=0.0707", "topk:ratio=0.02"
+    model = Model(WARMING)
+    assert dict(model.choice.start) == dict.fromkeys(model.parameters, first)
+    assert stages_of(9, model) == [first] * 4 + [second] * 3 + [last] * 2
+    for parameter in model.parameters.values():
+        assert int(dict(STORE.of(parameter))[WARMUP]) == 7  # and no further
+
+
+def test_a_warm_up_shorter_than_its_stages_leaves_some_out():
+    assert stages_of(2, Model("topk:ratio=0.001:warmup=1")) == [
+        "topk:ratio=0.25",
+        "topk:ratio=0.001",
+    ]
+
+
+def test_a_region_is_as_far_in_a_warm_up_as_the_parameter_that_was_sent_most_often():
+    model = Model(f"*={WARMING};b=int4")
+    for _ in range(4):
+        model.choice.count({name: model.parameters[name] for name in ("a", "b")})
+    assert model.levels() == dict.fromkeys(("a", "a.bias", "tokens"), "topk:ratio=0.0707")
+    assert WARMUP not in dict(STORE.of(model.parameters["b"]))
+    assert WARMUP not in dict(STORE.of(model.parameters["tokens"]))
+
+
+def test_a_warm_up_needs_no_statistics():
+    model = Model(WARMING)
+    branches = model.choice.branches(model.choice.start, model.statistics())
+    assert branches[0] == Branch("a", WEIGHT, Statistics(), "topk:ratio=0.25")
+    assert [b.parameter for b in branches] == list(LAYERS)

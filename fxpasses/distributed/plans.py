@@ -88,7 +88,7 @@ class Plan:
         reachable: trained parameters and buffers that this rank could send zeros for, or a value.
         sets_gradients: parameters whose `.grad` the code sets when its graph has run (a whole step).
         works_on_gradients: where the graph uses reduced gradients (a whole step); else empty.
-        levels: of adaptive compression, parameters and schemes.
+        levels: of compression that changes, parameters and schemes.
     """
 
     code: str
@@ -152,7 +152,7 @@ _SAME: tuple[tuple[str, Callable[[Plan], object]], ...] = (
     ("the module (by the order of first uses)", lambda p: list(p.instance)),
     ("the pipeline", lambda p: p.passes),
     (
-        "the level of adaptive compression (load state of one step on all ranks)",
+        "the level of compression (load state of one step on all ranks)",
         lambda p: dict(p.levels),
     ),
     (

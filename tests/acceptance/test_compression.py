@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import fxpasses
+from custom_ops.layout import TopKLayout
 from fxpasses.distributed.plans import PlanMismatch
+from fxpasses.unit import Unit
 from tests.multirank import run_ranks
 
 EAGER = "hardened_aot_eager"
@@ -280,7 +282,8 @@ def test_residuals_survive_saving_and_another_bucketing():
     assert run_ranks(resumed, 2) == [True, True]
 
 
-ADAPTIVE = {"scheme": "adaptive", "levels": ["int8", "int4"]}
+ADAPTIVE = {"scheme": "adaptive", "levels": ["int8", "int4"], "flush": 7}
+WARMING = {"scheme": "topk", "ratio": 0.02, "warmup": 6}
 
 
 class WithEmbedding(nn.Module):
@@ -322,8 +325,8 @@ def test_levels_follow_the_norm_without_compiling_the_model_again(backend):
         mild = {"first.weight": "int8", "second.weight": "int8"} | skipped
         strong = {"first.weight": "int4", "second.weight": "int4"} | skipped
         taken = [levels for levels, _, _ in found]
-        # The average, from zero on, is two thirds of the norm after 22 steps.
-        assert taken == [mild] * 22 + [strong] * 9 + [mild]
+        # The average, from zero on, is two thirds of the norm after 22 steps. The 28th flushes.
+        assert taken == [mild] * 22 + [strong] * 5 + [mild] + [strong] * 3 + [mild]
         weights = 16 * 32 + 32 * 8
         assert found[0][1] - found[30][1] == weights / 2  # bytes: 8 bits and 4
         for (_, _, mine), (_, _, first) in zip(found, ranks[0][0], strict=True):
@@ -338,13 +341,13 @@ def test_levels_follow_the_norm_without_compiling_the_model_again(backend):
         assert all((b.statistics.count == 31) == (b.layer == "weight") for b in branches)
 
 
-def resumed_levels(rank: int) -> bool:
-    """Statistics are state: what is loaded goes on with the same levels, bitwise."""
+def resumed_levels(rank: int, option, steps: int) -> bool:
+    """What levels depend on is state: what is loaded goes on with the same ones, bitwise."""
 
     def made():
         torch.manual_seed(0)
         model = WithEmbedding()
-        return model, compiled_of(model, ADAPTIVE)
+        return model, compiled_of(model, option)
 
     def step(model: nn.Module, compiled) -> list[torch.Tensor]:
         model.zero_grad()
@@ -352,7 +355,7 @@ def resumed_levels(rank: int) -> bool:
         return [p.grad.clone() for p in model.parameters()]
 
     model, compiled = made()
-    for _ in range(25):
+    for _ in range(steps):
         step(model, compiled)
     saved = copy.deepcopy(fxpasses.runtime(model).state_dict())
     again, compiled_again = made()
@@ -360,8 +363,9 @@ def resumed_levels(rank: int) -> bool:
     return all(map(torch.equal, step(model, compiled), step(again, compiled_again)))
 
 
-def test_levels_go_on_where_they_were():
-    assert run_ranks(resumed_levels, 2) == [True, True]
+@pytest.mark.parametrize(("option", "steps"), [(ADAPTIVE, 25), (WARMING, 4)])
+def test_levels_go_on_where_they_were(option, steps):
+    assert run_ranks(resumed_levels, 2, option, steps) == [True, True]
 
 
 def loaded_on_one_rank(rank: int) -> str:
@@ -379,4 +383,48 @@ def loaded_on_one_rank(rank: int) -> str:
 
 def test_ranks_with_different_levels_are_told_so():
     first, second = run_ranks(loaded_on_one_rank, 2)
-    assert first == second and "the level of adaptive compression (load state of one step" in first
+    assert first == second and "the level of compression (load state of one step" in first
+
+
+def warmed(rank: int, backend: str) -> tuple:
+    """Levels, bytes and gradients of each step; what the steps should have sent in all, and residuals."""
+    torch.manual_seed(0)
+    model, batch = WithEmbedding(), torch.arange(4) + 4 * rank
+    local = copy.deepcopy(model)
+    local(batch).square().mean().backward()
+    compiled = compiled_of(model, WARMING, backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    runtime, found, made, make = fxpasses.runtime(model), [], [], Unit._make
+    Unit._make = lambda unit, variant: made.append(variant) or make(unit, variant)
+    torch._dynamo.utils.counters.clear()
+    for _ in range(8):
+        optimizer.zero_grad()
+        compiled(batch).square().mean().backward()
+        levels = {b.level for b in runtime.branches}
+        optimizer.step()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        found.append((levels, runtime.last_step.bytes, gradients))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 and len(made) == 3
+    state = runtime.state_dict()["state"]
+    residuals = [state[f"residual/{name}"].view(p.shape) for name, p in model.named_parameters()]
+    assert {int(state[f"warmup/{name}"]) for name, _ in model.named_parameters()} == {6}
+    return found, [p.grad for p in local.parameters()], residuals
+
+
+@pytest.mark.parametrize("backend", [EAGER, "hardened"])
+def test_a_warm_up_sends_less_in_each_stage_and_loses_nothing(backend):
+    ranks = run_ranks(warmed, 2, backend)
+    (mine, *_), (other, *_) = ranks
+    ratios = [0.25] * 3 + [0.0707] * 3 + [0.02] * 2
+    numel = sum(g.numel() for g in mine[0][2])
+    for found in (mine, other):
+        assert [levels for levels, _, _ in found] == [{f"topk:ratio={r}"} for r in ratios]
+        sent = [n for _, n, _ in found]
+        assert sent == [TopKLayout(numel, ratio).payload_bytes for ratio in ratios]
+    for (_, _, gradients), (_, _, others) in zip(mine, other, strict=True):
+        assert all(map(torch.equal, gradients, others))
+    for index in range(len(mine[0][2])):
+        sent = sum(2 * gradients[index] for _, _, gradients in mine)
+        kept = sum(residuals[index] for _, _, residuals in ranks)
+        expected = sum(len(mine) * locals_[index] for _, locals_, _ in ranks)
+        torch.testing.assert_close(sent + kept, expected, rtol=1e-5, atol=1e-6)

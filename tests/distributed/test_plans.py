@@ -312,7 +312,7 @@ def test_another_pipeline_is_an_error():
 
 def test_other_levels_of_compression_are_an_error():
     message = mismatch(plan(A, levels=(("a", "int4"),)), plan(A, levels=(("a", "topk"),)))
-    assert "the level of adaptive compression (load state of one step on all ranks) is " in message
+    assert "the level of compression (load state of one step on all ranks) is " in message
     assert "{'a': 'int4'} on rank 0 and {'a': 'topk'} on rank 1" in message
 
 
