@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxpasses.schedule import exact
@@ -148,6 +148,8 @@ def all_orders(examples: int) -> None:
 
     @settings(examples)
     @given(SMALL, SHARES, st.sampled_from((_ANY, _ANY, 1, 5, 20)), SEEDS)
+    # Alike but for what comes after them.
+    @example([Task("a", 1, "x"), Task("b", 1, "x"), Task("c", 5, "y", (0,))], None, _ANY, 0)
     def search(tasks: list[Task], share: float | None, most: int, seed: int) -> None:
         order = order_of(tasks, seed)
         cap = _cap(tasks, order, share)
