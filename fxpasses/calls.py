@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ from fxpasses.unit import Backward, Unit
 from fxpasses.variants import LOCAL, Variant
 
 Compiled = Callable[[list[Any]], Any]
+Known = TypeVar("Known", bound=Watched)
 _thread = threading.local()
 
 
@@ -322,23 +323,28 @@ class Calls:
     def bind(
         self, parameters: dict[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor]
     ) -> Binding:
-        tensors = [*parameters.values(), *buffers.values()]
-        key = tuple(map(id, tensors))
-        known = self._bindings.get(key)
-        if known is None or not known.is_of(tensors):
-            known = self._bindings[key] = bind(self.unit, parameters, buffers)
-        return known
+        return self._known(self._bindings, bind, parameters, buffers)
 
     def _watch(
         self, parameters: dict[str, torch.nn.Parameter], buffers: dict[str, torch.Tensor]
     ) -> Watched:
         if not parameters:  # it belongs to no model: what was armed in a call before is over
             return watch(self.unit, parameters, buffers)
+        return self._known(self._watched, watch, parameters, buffers)
+
+    def _known(
+        self,
+        before: dict[tuple[int, ...], Known],
+        make: Callable[[Unit, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Known],
+        parameters: dict[str, torch.nn.Parameter],
+        buffers: dict[str, torch.Tensor],
+    ) -> Known:
+        """What is known of these tensors since a call before, or is found out now."""
         tensors = [*parameters.values(), *buffers.values()]
         key = tuple(map(id, tensors))
-        known = self._watched.get(key)
+        known = before.get(key)
         if known is None or not known.is_of(tensors):
-            known = self._watched[key] = watch(self.unit, parameters, buffers)
+            known = before[key] = make(self.unit, parameters, buffers)
         return known
 
     def refuse_other_group(self) -> None:

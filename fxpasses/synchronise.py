@@ -64,7 +64,8 @@ def choose(
     own = {name: parameters[name] for name in unit.facts.gradients}
     absent = {} if union is None else _absent(unit, binding, union)
     others = {name: binding.agreed(name) for name in absent}
-    unit.levels.count(own | others)
+    if unit.levels:
+        unit.levels.count(own | others)
     if binding.clipping is not None:
         _begin_clipping(unit, binding.clipping, [*own.values(), *others.values()], backward)
     # A whole step adds to what `.grad` holds; a backward returns the total.
