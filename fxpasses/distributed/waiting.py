@@ -26,6 +26,9 @@ from fxpasses.distributed.roll_call import GRACE_S, Roll, Sign, Signs, account
 _TICK_S = 1.0
 _LONG_S = 1.0  # from here on the other ranks are told of a wait
 _STORE_S = 5.0  # for the store to answer
+_LEAVE_S = (
+    15.0  # for a call of the store to end when the interpreter goes: names are looked up for 10 s
+)
 _ABOUT_RANKS = re.compile(r"gloo|nccl|timed? ?out|connection|peer|socket|store", re.IGNORECASE)
 
 
@@ -119,9 +122,9 @@ def _start() -> None:
 
 
 def _stop(thread: threading.Thread) -> None:
-    """Before the interpreter goes: a thread that returns from the store after that would abort the process."""
+    """Before the interpreter goes: a thread that returns from the store meanwhile would abort the process."""
     _tasks.put(None)
-    thread.join(timeout=_TICK_S)
+    thread.join(timeout=_LEAVE_S)
 
 
 def _watch() -> None:

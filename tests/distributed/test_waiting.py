@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fxpasses.distributed import waiting as waits
 from fxpasses.distributed.group import Group, resolve, store_of
 from fxpasses.distributed.waiting import RankLost, waiting
 from tests.multirank import run_ranks
@@ -299,3 +300,15 @@ def test_a_wait_costs_little():
         return (time.perf_counter() - started) * 1000
 
     assert min(microseconds() for _ in range(10)) < 5
+
+
+def test_the_interpreter_goes_after_the_call_of_a_store_that_takes_long():
+    """A connection through slow look-ups of names, say. The thread would abort the process that went first."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waits._start()
+    thread = waits._thread
+    assert thread is not None
+    asked = waits._ask(store.wait, ["a key that nobody sets"], timedelta(seconds=2))
+    waits._stop(thread)
+    assert isinstance(asked.exception(timeout=0), dist.DistStoreError)
+    assert not thread.is_alive()
