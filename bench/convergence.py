@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench import RESULTS
 from bench.gpt import GPT
 from bench.ranks import run_ranks
 from bench.training import HeldOut, Record
@@ -46,7 +47,6 @@ SCHEMES: dict[str, Any] = {
 LOSS_GOALS = {"int8": 0.001, "int4": 0.005, "topk": 0.01, "topk-warmup": 0.01}  # relative to dense
 FEWER_BYTES_GOAL = 1.5  # adaptive, beside the static scheme of least bytes with no larger loss
 ADAPTIVE = ("adaptive", "budget")
-RESULTS = Path(__file__).parent / "results"
 
 
 def with_compression(compression: Any, model: GPT) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -164,7 +164,6 @@ def main() -> int:
     plot(runs, args.output / "convergence.png")
     console.print(f"Plot: {args.output / 'convergence.png'}")
     if args.keep:
-        RESULTS.mkdir(exist_ok=True)
         with (RESULTS / "convergence.txt").open("w") as file:
             Console(width=120, file=file).print(table(runs))
         plot(runs, RESULTS / "convergence.png")

@@ -15,12 +15,12 @@ import collections
 import datetime
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from bench import RESULTS
 from bench.gpt import GPT, GPTConfig
 from fxpasses.faults.models import FORMS, drawn, row_of, strike
 from fxpasses.faults.spec import Fault
@@ -31,7 +31,7 @@ from fxpasses.guards.replicas import digest
 TOLERANCE = 1e-4
 PRODUCTS = ("mm", "addmm", "bmm")
 GUARDS = "products,gradients,values=1e3,on=skip"  # all that see a single process
-RESULTS = Path(__file__).parent / "results" / "detection.txt"
+TABLE = RESULTS / "detection.txt"
 _lines: list[str] = []
 
 
@@ -245,8 +245,7 @@ def main() -> None:
         if args.only in ("", name):
             part()
     if args.keep:
-        RESULTS.parent.mkdir(exist_ok=True)
-        with RESULTS.open("a") as file:
+        with TABLE.open("a") as file:
             file.write("\n".join([*_lines, "", ""]))
 
 

@@ -27,15 +27,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from bench import RESULTS
 from bench.imports import untouched
 from bench.mutation_rules import by_rule, left_out
 from bench.mutations import PATHS, Mutant, by_hand, source_of
 
-RESULTS = Path(__file__).parent / "results" / "mutants.txt"
-RECORDS = RESULTS.with_suffix(".json")
+TABLE = RESULTS / "mutants.txt"
+RECORDS = TABLE.with_suffix(".json")
 SURVIVED = "SURVIVED"
 MOST_SURVIVE = 0.05
 _FEW = 8  # examples that find most mutants
@@ -398,9 +398,8 @@ def _kept() -> dict[str, Outcome]:
 
 
 def _keep(outcomes: Sequence[Outcome]) -> None:
-    RECORDS.parent.mkdir(exist_ok=True)
     RECORDS.write_text(json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1) + "\n")
-    RESULTS.write_text(report(outcomes) + "\n")
+    TABLE.write_text(report(outcomes) + "\n")
 
 
 def main() -> int:
@@ -413,7 +412,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="one of so many of those made by rule")
     parser.add_argument("--list", action="store_true", help="print their names and stop")
     parser.add_argument(
-        "--keep", action="store_true", help=f"write {RESULTS.name}; other modules keep what it says"
+        "--keep", action="store_true", help=f"write {TABLE.name}; other modules keep what it says"
     )
     options = parser.parse_args()
     if options.keep and options.only:

@@ -21,12 +21,12 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from bench import RESULTS
 from bench.cnn import CNN
 from bench.exchange import BITS_PER_S
 from bench.gpt import GPT, LINK, GPTConfig
@@ -50,7 +50,7 @@ from fxpasses.schedule.tasks import LINK as WIRE
 from fxpasses.trace import trace
 
 SCHEMES = ("none", "int8", "int4", "topk")
-RESULTS = Path(__file__).parent / "results" / "schedule.txt"
+TABLE = RESULTS / "schedule.txt"
 TIMEOUT_S = 3600
 MACHINES = "BENCH_SCHEDULE_MACHINES"  # environment: each model's rates, for the ranks
 STEP, GRADIENTS = "step", "gradients"  # without communication
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--schedule", choices=("fixed", "auto"), default="auto")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--bucket-mb", type=float, default=25.0)
-    parser.add_argument("--keep", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--keep", action="store_true", help=f"write {TABLE.name}")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--calibrate", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -243,8 +243,7 @@ def main() -> None:
     )
     print(lines[-1])
     if args.keep:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines) + "\n")
+        TABLE.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from bench import RESULTS
 from bench.steps import (
     ddp,
     finish_rank,
@@ -29,7 +29,7 @@ from bench.steps import (
 )
 from bench.testbed import Testbed
 
-RESULTS = Path(__file__).parent / "results" / "step_time.txt"
+TABLE = RESULTS / "step_time.txt"
 TIMEOUT_S = 2400
 
 
@@ -59,8 +59,7 @@ def main() -> None:
         lines += ["", f"{args.ranks} ranks, {rate} ({where})", result_of(outputs[0])["table"]]
         print("\n".join(lines[-3:]), flush=True)
     if args.keep:
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines) + "\n")
+        TABLE.write_text("\n".join(lines) + "\n")
 
 
 def worker(args: argparse.Namespace) -> None:
