@@ -26,7 +26,7 @@ def by_rule(module: str) -> Iterator[Mutant]:
     tree = ast.parse(source_of(module))
     for node, reason in list(_code(tree)):
         for kind, replacement in _changes(node):
-            if reason or _why_not(node, kind):
+            if reason or _why_not(node, kind) or ast.unparse(node) == ast.unparse(replacement):
                 continue
             before, where = _one_line(ast.unparse(node)), _where(tree, node)
             after = _one_line(ast.unparse(replacement))

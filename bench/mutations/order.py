@@ -55,4 +55,7 @@ WRITTEN = (
     ("brackets are not counted", '{"(": 1, ")": -1}.get(character, 0)', "0"),
     ("sizes are added", "total *= int(size)", "total += int(size)"),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "comparison: found > expected -> found >= expected": "they are not equal",
+    "arguments: _same(want, got) -> _same(got, want)": "either way round it says the same",
+}

@@ -211,8 +211,9 @@ def _check_collectives(planned: list[Event], emitted: list[Event]) -> None:
             if got.kind == "launch":
                 next_launch = next(launches, None)
                 launch_of[got.name] = next_launch.name if next_launch else got.name
-            name = launch_of.get(got.of or got.name, got.of or got.name)
-            got = dataclasses.replace(got, name=name, of=name if got.of else "")
+            buffer = got.of or got.name
+            name = launch_of.get(buffer, buffer)
+            got = dataclasses.replace(got, name=name, of=name)
         if want is None or got is None or not _same(want, got):
             raise OrderError(
                 "the generated code does not keep the planned order: expected "
