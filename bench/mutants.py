@@ -74,6 +74,7 @@ def _checks(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         solving,
         statistics,
         tasks,
+        variants,
     )
     from tests.testing import properties as p
 
@@ -133,7 +134,7 @@ def _checks(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
             *often(ordering.order_as_promised, ordering.links_as_promised),
             *searches(ordering.events_as_promised),
         ],
-        "variants": searches(p.variants_as_promised),
+        "variants": searches(variants.variants_as_promised, variants.buffers_of_others),
     }
     single: dict[str, Sequence[Single]] = {
         **dict.fromkeys(("gradient_sync", "reduction"), (p.mean_keeps_large_numbers,)),
@@ -148,7 +149,7 @@ def _checks(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         "solve": [solving.search_finds_the_best, solving.search_comes_close],
         "exact": [solving.all_orders_are_few],
         "order": ordering.SINGLE,
-        "variants": [p.layout_of_a_variant],
+        "variants": [variants.layout_of_a_variant],
     }  # fmt: skip
     return [*drawn[module], *searches(refusals.wrong_options)], [
         *single.get(module, ()),

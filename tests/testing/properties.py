@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from fxpasses.distributed.plans import Form, Union
 from fxpasses.effects import is_launch, is_wait
 from fxpasses.graph import Gradient, Role, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.base import Pass
@@ -36,7 +35,6 @@ from fxpasses.passes.running_stats import RunningStats
 from fxpasses.passes.settle_checks import SettleChecks
 from fxpasses.rewrite import Provenance, model_line, splice
 from fxpasses.spec import check as check_rules
-from fxpasses.spec import reduced_once
 from fxpasses.testing.check import check_pass, run_over, settings
 from fxpasses.testing.oracles import Run, orders_agree
 from fxpasses.testing.oracles.base import copied, run_pass, trace
@@ -47,7 +45,6 @@ from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
 from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step, parameter_name
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
-from fxpasses.variants import LEFT, TOTAL, Variant, pending_of, prepare
 from tests.testing.cast_graphs import low_graphs
 from tests.testing.casts import casts_as_promised
 from tests.testing.clipping import Behind, clipped_as_promised
@@ -450,106 +447,6 @@ def bucket_layouts(examples: int) -> None:
     search()
 
 
-# Variants
-
-
-def variants_as_promised(examples: int) -> None:
-    """`total` adds what is pending to each gradient that has elements; `absent` ones become gradients."""
-
-    @settings(examples)
-    @given(
-        gradient_graphs(),
-        SEEDS,
-        st.sampled_from((TOTAL, "synchronise", "local", LEFT)),
-        st.lists(SHAPED, max_size=2),
-    )
-    def search(source: GradientGraph, seed: int, mode: str, absent: list[Leaf]) -> None:
-        graph, before = source.build(), source.build()
-        specs = tuple(
-            pending_of(f"absent{i}.weight", leaf.empty()) for i, leaf in enumerate(absent)
-        )
-        union = Union((), ()) if absent else None
-        prepare(graph, Variant(mode, union, specs, specs[:1]))
-        assert graph.written_buffers == (specs[:1] if absent else before.written_buffers)
-        check_rules(graph, "prepare")
-        added = [g.parameter for g in before.gradients() if numel(g)] if mode == TOTAL else []
-        expected = [f"pending/{p}" for p in added] + [s.name for s in specs]
-        assert [r.name for _, r in graph.inputs("state")] == list(dict.fromkeys(expected))
-        forms = {g.parameter: g.node.meta["val"] for g in before.gradients()}
-        for node, _ in graph.inputs("state"):
-            own = forms.get(node.meta["state"].parameter)
-            assert (
-                node.meta["state"].kind == "pending"
-                and node.meta["val"].dtype == node.meta["state"].dtype
-            )
-            assert own is None or (own.shape, own.dtype) == (
-                node.meta["val"].shape,
-                node.meta["val"].dtype,
-            )
-        _totals_right(before, graph, seed, set(added), specs)
-        if not specs:
-            assert (graph.fingerprint() != before.fingerprint()) == bool(added)
-        _reduced_with_pending(graph, seed)
-
-    search()
-
-
-SHAPED = st.builds(
-    Leaf, st.sampled_from(((), (2,), (2, 3), (0,))), st.sampled_from(("float32", "bfloat16"))
-)
-
-
-def _totals_right(
-    before: TrainingGraph,
-    graph: TrainingGraph,
-    seed: int,
-    added: set[str],
-    specs: tuple[StateSpec, ...],
-) -> None:
-    given = dict(
-        zip([r.name for _, r in graph.inputs()], random_inputs(graph, seed * 97), strict=True)
-    )
-    (old,), (new,) = trace([before], seed).results, trace([graph], seed).results
-    assert len(new) == len(old) + len(specs)
-    for at, _, role in before.outputs():
-        adds = role.kind == "gradient" and role.name in added and old[at] is not None
-        expected = old[at] + given[f"pending/{role.name}"] if adds else old[at]
-        assert bitwise(new[at], expected), f"output {at} ({role}) is not the total"
-    for spec, (at, _, role) in zip(specs, graph.outputs()[len(old) :], strict=True):
-        assert role == Role("gradient", spec.parameter) and bitwise(new[at], given[spec.name])
-    names = {n.name for n in before.graph.nodes}
-    for node in graph.walk():
-        if node.name not in names:
-            origin = node.meta["provenance"]
-            assert origin.pass_name == "accumulation" and origin.rule == "total"
-            assert origin.source == node.args[0].name and len(origin.parameters) == 1
-            assert node.name.startswith("total")
-            assert node.prev is graph.behind(node.args[0]).prev or _only_totals_between(node)
-
-
-def _only_totals_between(node: fx.Node) -> bool:
-    """Whether a total stands behind its gradient, with nothing of the program in between."""
-    at = node.prev
-    while at is not node.args[0] and at.op != "placeholder":
-        if not at.name.startswith("total"):
-            return False
-        at = at.prev
-    return True
-
-
-def _reduced_with_pending(graph: TrainingGraph, seed: int) -> None:
-    environment = {
-        "world": 2,
-        "reduce": "sum",
-        "reduce_dtype": None,
-        "bucket_mb": 1.0,
-        "group": "world",
-        "layout": None,
-    }
-    run = run_over(GradientSync(), graph, environment, seed)
-    check_rules(run.after, "gradient_sync", (reduced_once,))
-
-
 # Splice
 
 
@@ -626,13 +523,6 @@ def _computes(
     assert all(bitwise(p, q) for p, q in zip(found, expected, strict=True)), (
         "computes something else"
     )
-
-
-def layout_of_a_variant() -> None:
-    """The agreed order is the union's; without one the graphs agree by themselves."""
-    form = Form("a", (2,), "float32")
-    assert Variant().layout is None and Variant(TOTAL, Union((), (form,))).layout == ()
-    assert Variant(union=Union((form, Form("b", (), "float32")), ())).layout == ("a", "b")
 
 
 def splice_refuses_tensors() -> None:

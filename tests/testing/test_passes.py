@@ -15,6 +15,7 @@ from tests.testing import (
     solving,
     statistics,
     tasks,
+    variants,
 )
 
 FEW = count_of_examples(30)
@@ -35,7 +36,8 @@ def test_pass(name):
     [
         properties.pipelines_agree,
         properties.overlap_changes_nothing,
-        properties.variants_as_promised,
+        variants.variants_as_promised,
+        variants.buffers_of_others,
         properties.splice_inlines,
         properties.layouts,
         properties.bucket_limits,
@@ -72,7 +74,7 @@ def test_several(search):
     "check",
     [
         properties.mean_keeps_large_numbers,
-        properties.layout_of_a_variant,
+        variants.layout_of_a_variant,
         properties.splice_refuses_tensors,
         properties.splice_takes_branches,
         properties.splice_takes_numbers,
