@@ -401,6 +401,8 @@ class _Writer:
     def _payload(self, numel: int) -> str:
         """Where what is sent stands, in one of the ways in which its size can be told."""
         buffer = self._buffer()
+        if not numel and self._dice.random() < 0.5:
+            return buffer
         flat = f"({numel}, )"
         other = "()" if numel == 1 else f"(2, {numel // 2})"
         shape = self._dice.choice((flat, other))
@@ -437,4 +439,10 @@ class _Writer:
         return f"buf{self._count + 20}"
 
 
-SINGLE: tuple[Callable[[], None], ...] = (sizes_that_vary,)
+def what_has_no_entry() -> None:
+    """Code in which no entry point is found is read from its first line."""
+    line = f"    {_C10D}.wait_tensor.default(buf1)"
+    assert emitted_events(line, frozenset()) == [Event("wait", "buf1", of="buf1")]
+
+
+SINGLE: tuple[Callable[[], None], ...] = (sizes_that_vary, what_has_no_entry)
