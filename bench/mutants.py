@@ -16,7 +16,6 @@ import gc
 import importlib
 import importlib.abc
 import importlib.util
-import json
 import multiprocessing
 import os
 import re
@@ -25,17 +24,15 @@ import select
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench import RESULTS
 from bench.imports import untouched
+from bench.mutant_checks import checks_of
+from bench.mutant_report import TABLE, Outcome, keep, kept, report
 from bench.mutation_rules import by_rule, left_out
 from bench.mutations import PATHS, Mutant, by_hand, source_of
 
-TABLE = RESULTS / "mutants.txt"
-RECORDS = TABLE.with_suffix(".json")
 SURVIVED = "SURVIVED"
 MOST_SURVIVE = 0.05
 _FEW = 8  # examples that find most mutants
@@ -57,106 +54,6 @@ class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._source, f"<mutant of {self._name}>", "exec"), module.__dict__)
 
 
-Drawn = Callable[[int, int], None]  # how many graphs are drawn, and how many programs
-Single = Callable[[], None]
-
-
-def _checks(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
-    """Properties that concern a module: those that draw what they are tried on, and those that don't."""
-    from tests.testing import (
-        cast_graphs,
-        clipping,
-        ordering,
-        readers,
-        refusals,
-        scaling,
-        scheduling,
-        solving,
-        statistics,
-        tasks,
-        variants,
-    )
-    from tests.testing import properties as p
-
-    def holds(*names: str) -> list[Drawn]:
-        return [functools.partial(p.holds, name) for name in names]
-
-    def searches(*found: Callable[[int], None]) -> list[Drawn]:
-        return [lambda examples, _, search=search: search(examples) for search in found]  # type: ignore[misc]
-
-    def often(*found: Callable[[int], None]) -> list[Drawn]:
-        return [lambda examples, _, search=search: search(5 * examples) for search in found]  # type: ignore[misc]
-
-    synchronised = [
-        *holds(
-            "gradient_sync",
-            "gradient_sync_at_once",
-            "gradient_sync_in_order",
-            "gradient_sync_in_order_at_once",
-        ),
-        *searches(p.overlap_changes_nothing, readers.readers_of_buckets),
-    ]
-    compressed = holds(*(name for name in p.OWN if name.startswith("compress_")))
-    clipped = searches(clipping.clipping_by_bucket)
-    drawn: dict[str, list[Drawn]] = {
-        "bucketing": [
-            *holds("bucketing"),
-            *searches(p.bucket_layouts, p.bucket_limits, p.layouts),
-        ],
-        "gradient_sync": synchronised,
-        "reduction": [*synchronised, *holds("compress_int4"), *clipped],
-        "participation": [*holds("participation"), *searches(p.layouts)],
-        "running_stats": [
-            *holds("running_stats"),
-            *searches(statistics.statistics_of_many_buffers, statistics.statistics_of_whole_steps),
-        ],
-        "cast": [*holds("cast"), *searches(cast_graphs.marked_operators)],
-        "loss_scale": holds("loss_scale"),
-        "overflow": [*holds("overflow"), *searches(scaling.overflow_of_buckets)],
-        "clip_norm": [*holds("clip_norm"), *clipped, *searches(clipping.as_torch_clips)],
-        **dict.fromkeys(("compress", "exchange", "codecs", "feedback"), compressed),
-        "powersgd": holds("compress_powersgd", "compress_powersgd_forgetful"),
-        "rewrite": [*searches(p.splice_inlines), *holds("bucketing")],
-        "schedule": searches(scheduling.schedules),
-        "tasks": often(tasks.tasks_as_promised),
-        "solve": often(
-            solving.solutions,
-            solving.bounds_as_promised,
-            solving.lists_as_promised,
-            solving.memory_is_spared,
-            solving.moves_as_promised,
-            solving.postponed_as_promised,
-            solving.swaps_as_promised,
-            solving.searches_in_bounds,
-        ),
-        "exact": often(solving.all_orders),
-        "order": [
-            *often(ordering.order_as_promised, ordering.links_as_promised),
-            *searches(ordering.events_as_promised),
-        ],
-        "variants": searches(variants.variants_as_promised, variants.buffers_of_others),
-    }
-    single: dict[str, Sequence[Single]] = {
-        **dict.fromkeys(("gradient_sync", "reduction"), (p.mean_keeps_large_numbers,)),
-        "cast": cast_graphs.SINGLE,
-        **dict.fromkeys(("loss_scale", "overflow"), scaling.SINGLE),
-        "clip_norm": [clipping.what_is_not_finite],
-        "rewrite": [
-            p.splice_refuses_tensors, p.splice_takes_branches,
-            p.splice_takes_numbers, p.splice_tells_arguments_apart, p.model_lines,
-        ],
-        "tasks": tasks.SINGLE,
-        "solve": [solving.search_finds_the_best, solving.search_comes_close],
-        "exact": [solving.all_orders_are_few],
-        "order": ordering.SINGLE,
-        "variants": [variants.layout_of_a_variant],
-    }  # fmt: skip
-    return [*drawn[module], *searches(refusals.wrong_options)], [
-        *single.get(module, ()),
-        *refusals.SINGLE,
-    ]
-
-
 def _try(mutant: Mutant, examples: int) -> str:
     """In the child: why the mutant is found out, or an empty text."""
     sys.meta_path.insert(0, _Instead(mutant))
@@ -164,7 +61,7 @@ def _try(mutant: Mutant, examples: int) -> str:
         from fxpasses.testing import check
 
         check.PHASES = [p for p in check.PHASES if p.name in ("explicit", "generate")]
-        drawn, single = _checks(mutant.module)
+        drawn, single = checks_of(mutant.module)
         few, many = (
             [functools.partial(run, count, programs) for run in drawn]
             for count, programs in ((_FEW, 0), (examples, 1))
@@ -287,36 +184,6 @@ def _import_what_stays(module: str) -> None:
     gc.freeze()  # so that children share it
 
 
-# The report
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of a module's mutants.
-
-    Attributes:
-        module: one of `PATHS`.
-        date, torch: when this was found, and with which version.
-        examples: drawn for each property.
-        every: one of so many of the mutants made by rule was tried; all of those by hand were.
-        tried: how many that were.
-        survived: names of those that did, with the reason where it is known.
-        equivalent: names of those that were not tried, since nothing can tell them from the original, with the
-            reason.
-        left_out: how many the rules don't make, by the reason.
-    """
-
-    module: str
-    date: str
-    torch: str
-    examples: int
-    every: int
-    tried: int
-    survived: dict[str, str]
-    equivalent: dict[str, str]
-    left_out: dict[str, int]
-
-
 def run_module(module: str, options: argparse.Namespace) -> Outcome:
     """Try the mutants of a module; in a process of its own, since it loads what mutants of others change."""
     import torch
@@ -354,55 +221,6 @@ def _mutants(module: str, options: argparse.Namespace) -> list[Mutant]:
     return [m for m in (*by_hand(module), *ruled) if re.search(options.only, m.name)]
 
 
-def report(outcomes: Sequence[Outcome]) -> str:
-    """Tables of what was killed, survived, could not be told, and was not made."""
-    lines = [
-        f"{'module':16}{'mutants':>8}{'killed':>8}{'survived':>10}{'':>9}{'equivalent':>12}{'not made':>10}"
-        "   by rule"
-    ]
-    lines += [_row(one.module, [one]) + _how(one) for one in outcomes]
-    lines += [_row("all", outcomes), "", "Survived:"]
-    lines += _named([one.survived for one in outcomes])
-    lines += ["", "Equivalent, and so not tried:"]
-    lines += _named([one.equivalent for one in outcomes])
-    lines += ["", "Changes that the rules could make and don't:"]
-    counted = sum((Counter(one.left_out) for one in outcomes), Counter[str]())
-    lines += [f"{count:6}  {reason}" for reason, count in counted.most_common()]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _row(name: str, outcomes: Sequence[Outcome]) -> str:
-    tried = sum(one.tried for one in outcomes)
-    alive = sum(len(one.survived) for one in outcomes)
-    equivalent = sum(len(one.equivalent) for one in outcomes)
-    missing = sum(sum(one.left_out.values()) for one in outcomes)
-    percent = f"{100 * (tried - alive) / max(tried, 1):.1f} %"
-    return f"{name:16}{tried:8}{tried - alive:8}{alive:10}{percent:>9}{equivalent:12}{missing:10}"
-
-
-def _how(one: Outcome) -> str:
-    share = "all" if one.every == 1 else f"1 of {one.every}"
-    return f"   {share:8}{one.date}, torch {one.torch}, {one.examples} examples a property"
-
-
-def _named(rows: Sequence[dict[str, str]]) -> list[str]:
-    lines = [
-        line for row in rows for name, reason in row.items() for line in (name, f"    {reason}")
-    ]
-    return [f"  {line}" for line in lines or ["none"]]
-
-
-def _kept() -> dict[str, Outcome]:
-    """What was found before, by module."""
-    rows = json.loads(RECORDS.read_text()) if RECORDS.exists() else []
-    return {row["module"]: Outcome(**row) for row in rows if row["module"] in PATHS}
-
-
-def _keep(outcomes: Sequence[Outcome]) -> None:
-    RECORDS.write_text(json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1) + "\n")
-    TABLE.write_text(report(outcomes) + "\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modules", default=",".join(PATHS), help="which, separated by commas")
@@ -423,12 +241,12 @@ def main() -> int:
         print("\n".join(m.name for module in modules for m in _mutants(module, options)))
         return 0
     _import_what_is_slow()
-    outcomes = _kept() if options.keep else {}
+    outcomes = kept() if options.keep else {}
     for module in modules:
         with multiprocessing.get_context("fork").Pool(1) as alone:
             outcomes[module] = alone.apply(run_module, (module, options))
         if options.keep:  # after each module: all of them take hours
-            _keep([outcomes[name] for name in PATHS if name in outcomes])
+            keep([outcomes[name] for name in PATHS if name in outcomes])
     found = [outcomes[name] for name in PATHS if name in outcomes]
     print("\n" + report(found))
     return (
