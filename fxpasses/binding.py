@@ -164,6 +164,8 @@ def _scaler(unit: Unit, owner: Runtime | None) -> Scaler | None:
     gradients that could overflow, nor knows whose they are.
     """
     option = LossScale.parse(unit.hardening.loss_scale)
+    if option is None:
+        return None
     return make_scaler(option) if owner is None else owner.use_scaler(option)
 
 

@@ -37,20 +37,11 @@ class Clipping:
     def __init__(self, limit: float, settings: Watching | None) -> None:
         self.limit = limit
         self.watch = None if settings is None else Watch(settings)
-        self._asked = (limit, settings)
         self._limits: dict[torch.device, torch.Tensor] = {}
         self._clipped: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         self._backward: int | None = None
         self._step_ended = True
         self._compared = False
-
-    def __str__(self) -> str:
-        limit, settings = self._asked
-        return f"{limit} and {settings}"
-
-    def is_like(self, other: Clipping) -> bool:
-        """Whether both were asked for by the same options."""
-        return self._asked == other._asked
 
     def limit_tensor(self, device: torch.device) -> torch.Tensor:
         """float32, no dimensions."""

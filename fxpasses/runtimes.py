@@ -25,6 +25,7 @@ from fxpasses.guards.alarms import Alarms
 from fxpasses.guards.replicas import check_replicas
 from fxpasses.levels import Branch
 from fxpasses.scaler import Scaler, make_scaler
+from fxpasses.shared import Shared
 from fxpasses.state import STORE
 from fxpasses.watch import Watch
 
@@ -80,14 +81,11 @@ class Runtime:
         self._step_ended = False
         self._last_backward = -1  # of those that count as micro-batches
         self._micro_batch = 0  # of this step, from 1
-        self._scaler: Scaler | None = None
-        self._loaded_scale: Mapping[str, Any] | None = None  # before there is a scaler
         self._hardening: Hardening | None = None
-        self._clipping: Clipping | None = None
-        self._loaded_watch: Mapping[str, Any] | None = None  # before there is one
-        self._faults: Faults | None = None
-        self._loaded_faults: Mapping[str, Any] | None = None  # before there are any
-        self._alarms: Alarms | None = None
+        self._scaler = Shared[Scaler]("option 'loss_scale'")
+        self._clipping = Shared[Clipping]("options 'clip_norm' and 'watch'")
+        self._faults = Shared[Faults]("option 'faults'")
+        self._alarms = Shared[Alarms]("option 'guards'")
         self._asked: list[bool] = []  # by `no_sync` (False) and `sync` (True), the innermost last
 
     @property
@@ -157,9 +155,9 @@ class Runtime:
         if "loss_scale" in state_dict:
             self.load_scale(state_dict["loss_scale"])
         if "watch" in state_dict:
-            self._load_watch(state_dict["watch"])
+            self.root._clipping.load(state_dict["watch"])
         if "faults" in state_dict:
-            self._load_faults(state_dict["faults"])
+            self.root._faults.load(state_dict["faults"])
         for key, tensor in state_dict["state"].items():
             kind, _, name = key.partition("/")
             STORE.put(parameters[name], kind, tensor)
@@ -167,32 +165,19 @@ class Runtime:
     @property
     def scaler(self) -> Scaler | None:
         """The loss scale; None before the first training forward, or without one."""
-        return self.root._scaler
+        return self.root._scaler.value
 
-    def use_scaler(self, option: LossScale | float | None) -> Scaler | None:
-        """The loss scale that an option asks for: the one that is there, or a new one.
+    def use_scaler(self, option: LossScale | float) -> Scaler:
+        """The loss scale that an option asks for.
 
         Raises:
             ValueError: when parts of one model ask for different ones.
         """
-        root = self.root
-        wanted = make_scaler(option)
-        if root._scaler is None and wanted is not None:
-            root._scaler = wanted
-            if root._loaded_scale is not None:
-                wanted.load_state_dict(root._loaded_scale)
-        elif root._scaler is not None and wanted is not None and not root._scaler.is_like(wanted):
-            raise ValueError(
-                f"option 'loss_scale': got {option!r}, but another part of this model was compiled with "
-                f"{root._scaler.settings or root._scaler.scale!r}"
-            )
-        return root._scaler if wanted is not None else None
+        return self.root._scaler.use(option, lambda: make_scaler(option))
 
     def load_scale(self, state: Mapping[str, Any]) -> None:
         """Continue with a saved loss scale; works before the first forward."""
-        self.root._loaded_scale = state
-        if self.root._scaler is not None:
-            self.root._scaler.load_state_dict(state)
+        self.root._scaler.load(state)
 
     @property
     def hardening(self) -> Hardening | None:
@@ -206,7 +191,7 @@ class Runtime:
     @property
     def clipping(self) -> Clipping | None:
         """The limit of the gradients' norm; None before the first training forward, or without one."""
-        return self.root._clipping
+        return self.root._clipping.value
 
     @property
     def watch(self) -> Watch | None:
@@ -214,58 +199,39 @@ class Runtime:
         return None if self.clipping is None else self.clipping.watch
 
     def use_clipping(self, limit: float, settings: Watching | None) -> Clipping:
-        """The clipping that options ask for: the one that is there, or a new one.
+        """The clipping that options ask for.
 
         Raises:
             ValueError: when parts of one model ask for different ones.
         """
-        root, wanted = self.root, Clipping(limit, settings)
-        if root._clipping is None:
-            root._clipping = wanted
-            if root._loaded_watch is not None:
-                wanted.load_state_dict(root._loaded_watch)
-        elif not root._clipping.is_like(wanted):
-            raise ValueError(
-                f"options 'clip_norm' and 'watch': got {wanted}, but another part of this model was compiled "
-                f"with {root._clipping}"
-            )
-        return root._clipping
+        asked = {"clip_norm": limit, "watch": settings}
+        return self.root._clipping.use(asked, lambda: Clipping(limit, settings))
 
     @property
     def faults(self) -> Faults | None:
         """What is injected (option `faults`); None before the first forward, or without the option."""
-        return self.root._faults
+        return self.root._faults.value
 
     def use_faults(self, text: str, rank: int) -> Faults:
-        """The faults that the option asks for: those that are there, or new ones.
+        """The faults that the option asks for.
 
         Raises:
             ValueError: when parts of one model ask for different ones.
         """
-        root = self.root
-        if root._faults is None:
-            root._faults = Faults(text, rank)
-            if root._loaded_faults is not None:
-                root._faults.load_state_dict(root._loaded_faults)
-        _refuse_another("faults", text, root._faults.text)
-        return root._faults
+        return self.root._faults.use(text, lambda: Faults(text, rank))
 
     @property
     def alarms(self) -> Alarms | None:
         """What guards found (option `guards`); None before the first forward, or without the option."""
-        return self.root._alarms
+        return self.root._alarms.value
 
     def use_alarms(self, text: str, group: Group) -> Alarms:
-        """Those that the option asks for: the ones that are there, or new ones.
+        """Those that the option asks for.
 
         Raises:
             ValueError: when parts of one model ask for different ones.
         """
-        root = self.root
-        if root._alarms is None:
-            root._alarms = Alarms(text, group)
-        _refuse_another("guards", text, root._alarms.text)
-        return root._alarms
+        return self.root._alarms.use(text, lambda: Alarms(text, group))
 
     def check_replicas(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if parameters or state of an optimizer differ over the ranks, at the steps that are to be."""
@@ -278,16 +244,6 @@ class Runtime:
         faults = self.faults
         if faults is not None and faults.has(UPDATE):
             faults.update(self.names())
-
-    def _load_faults(self, state: Mapping[str, Any]) -> None:
-        self.root._loaded_faults = state
-        if self.faults is not None:
-            self.faults.load_state_dict(state)
-
-    def _load_watch(self, state: Mapping[str, Any]) -> None:
-        self.root._loaded_watch = state
-        if self.clipping is not None:
-            self.clipping.load_state_dict(state)
 
     def _by_name(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -377,8 +333,8 @@ class Runtime:
         root = self.root
         if root._step_ended:
             root._step, root._skips, root._step_ended = StepRecord(), None, False
-            if root._scaler is not None:
-                root._scaler.begin_step()
+            if root.scaler is not None:
+                root.scaler.begin_step()
         root._step.add(StepRecord(backwards=1, gradient_norm=norm))
         root.record_collectives(plan)
 
@@ -391,8 +347,8 @@ class Runtime:
         root = self.root
         skips = root._end_checks()
         root._step_ended = True
-        if root._scaler is not None:
-            root._step.skipped = root._scaler.skips()
+        if root.scaler is not None:
+            root._step.skipped = root.scaler.skips()
         root._step.skipped |= skips
         root._end_clipping()
         return root._step.skipped
@@ -402,8 +358,8 @@ class Runtime:
         root = self.root
         skips = root._end_checks()
         root._step_ended = True
-        if root._scaler is not None:
-            root._skips = root._scaler.decide()
+        if root.scaler is not None:
+            root._skips = root.scaler.decide()
         if skips:
             root._skips = torch.ones(())
         root._end_clipping()
@@ -413,19 +369,18 @@ class Runtime:
         """Once a step, whatever the number of optimizers; whether guards want it skipped."""
         if self._step_ended:
             return self._step.skipped
-        if self._faults is not None:
-            self._faults.end_step()
-        return self._alarms is not None and self._alarms.end_step()
+        if self.faults is not None:
+            self.faults.end_step()
+        return self.alarms is not None and self.alarms.end_step()
 
     def _end_clipping(self) -> None:
-        if self._clipping is not None and self._step.gradient_norm is not None:
-            self._clipping.end_step(self._step.gradient_norm, self._scaler)
+        if self.clipping is not None and self._step.gradient_norm is not None:
+            self.clipping.end_step(self._step.gradient_norm, self.scaler)
 
     def check_clipping(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an optimizer is about to step on gradients that are not part of the norm."""
-        root = self.root
-        if root._clipping is not None:
-            root._clipping.check_optimizer(optimizer, root._step.gradient_norm)
+        if self.clipping is not None:
+            self.clipping.check_optimizer(optimizer, self.root._step.gradient_norm)
 
     def absorb(self, other: Runtime) -> None:
         """Take over what another runtime holds."""
@@ -439,19 +394,9 @@ class Runtime:
         self._asked += other._asked
         self._last_backward = max(self._last_backward, other._last_backward)
         self._micro_batch = max(self._micro_batch, other._micro_batch)
-        self._scaler = self._scaler or other._scaler
-        self._loaded_scale = self._loaded_scale or other._loaded_scale
         self._hardening = self._hardening or other._hardening
-        self._clipping = self._clipping or other._clipping
-        self._loaded_watch = self._loaded_watch or other._loaded_watch
-        self._faults = self._faults or other._faults
-        self._loaded_faults = self._loaded_faults or other._loaded_faults
-        self._alarms = self._alarms or other._alarms
+        self._scaler.absorb(other._scaler)
+        self._clipping.absorb(other._clipping)
+        self._faults.absorb(other._faults)
+        self._alarms.absorb(other._alarms)
         other._merged_into = self
-
-
-def _refuse_another(option: str, asked: str, known: str) -> None:
-    if asked != known:
-        raise ValueError(
-            f"option {option!r}: got {asked!r}, but another part of this model was compiled with {known!r}"
-        )

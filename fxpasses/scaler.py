@@ -54,12 +54,6 @@ class Scaler:
     def streak(self) -> int:
         return int(self._streak)
 
-    def is_like(self, other: Scaler) -> bool:
-        """Whether both were asked for by the same option."""
-        if self.settings is None and other.settings is None:
-            return self.scale == other.scale
-        return self.settings == other.settings
-
     def scale_tensor(self, device: torch.device) -> torch.Tensor:
         """float32, no dimensions."""
         if device not in self._scales:
@@ -176,10 +170,8 @@ class Scaler:
         self._streak.fill_(int(state["streak"]))
 
 
-def make_scaler(option: LossScale | float | None) -> Scaler | None:
+def make_scaler(option: LossScale | float) -> Scaler:
     """The scaler that option `loss_scale` asks for."""
-    if option is None:
-        return None
     if isinstance(option, LossScale):
         return Scaler(option, option.init)
     return Scaler(None, option)
