@@ -16,6 +16,7 @@ from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.rewrite import Provenance
 from fxpasses.testing.oracles import Run
+from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.strategies import gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph, Leaf
 from fxpasses.testing.values import random_inputs
@@ -23,6 +24,7 @@ from fxpasses.testing.world import run_world
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RULES = {"encode", "launch", "receive", "recode", "relaunch", "wait", "decode", "commit", "finite"}
+FEEDBACK = {"residual", "velocity", "estimate", "mean_estimate"}
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -73,8 +75,19 @@ def compressed_as_promised(run: Run) -> None:
         assert isinstance(origin, Provenance) and origin.pass_name == "compress"
         # What is sent as it is has rules of its own.
         assert origin.rule in RULES | {"finish"}, origin.rule
+    if any(n.meta["provenance"].rule == "encode" for n in new) and scheme.scheme != "powersgd":
+        states = {role.name.partition("/")[0] for _, _, role in graph.outputs("state")}
+        assert states & FEEDBACK == _states(scheme)
     _in_order(run, launches)
     _kept(run, scheme)
+
+
+def _states(scheme: Scheme) -> set[str]:
+    """What has to be kept from step to step so that nothing is lost."""
+    if scheme.scheme in ("bf16", "fp16") or not scheme.feedback:
+        return set()
+    kept = {"estimate", "mean_estimate"} if scheme.feedback == "ef21" else {"residual"}
+    return kept | ({"velocity"} if scheme.momentum else set())
 
 
 def _in_order(run: Run, launches: list[torch.fx.Node]) -> None:
@@ -119,10 +132,14 @@ def _again(run: Run, fill: Callable[[str, torch.Tensor], torch.Tensor]) -> list[
     return run_world(run.afters, rows)
 
 
-def _second_step(run: Run, gradients: dict[str, int], scale: int) -> None:
-    """What was not sent is sent with the next gradients."""
+def _second_step(run: Run, scheme: Scheme, gradients: dict[str, int], scale: int) -> None:
+    """All ranks have the same again, and what was not sent is sent with the next gradients."""
     before, first = run.traced_before.results, run.traced_after.results
     second = _again(run, lambda name, written: written)
+    for name, index in gradients.items():
+        assert all(bitwise(row[index], second[0][index]) for row in second), f"{name} differs"
+    if scheme.momentum:
+        return
     specs = {r.name: n.meta["state"] for n, r in run.after.inputs("state")}
     for at, _, role in run.after.outputs("state"):
         if role.name.startswith("residual/"):
@@ -165,8 +182,8 @@ def _kept(run: Run, scheme: Scheme) -> None:
                 assert abs(arrived + kept - float(local.sum())) <= slack + 1e-25, name
             if kind == "mean_estimate":  # the mean of all estimates, which is the result
                 assert abs(run.world * float(split[0][at].sum()) - arrived) <= slack + 1e-25, name
-    if finite and not scheme.momentum:
-        _second_step(run, gradients, scale)
+    if finite:
+        _second_step(run, scheme, gradients, scale)
 
 
 def thin_matrices(run: Run) -> None:
