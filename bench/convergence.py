@@ -36,7 +36,10 @@ SCHEMES: dict[str, Any] = {
     "topk-warmup": {"scheme": "topk", "ratio": 0.01, "warmup": 100},
     "topk-ef21": {"scheme": "topk", "ratio": 0.01, "feedback": "ef21", "momentum": 0.9},
     "powersgd": {"scheme": "powersgd", "rank": 4},
-    "adaptive": {"*": "adaptive", **dict.fromkeys(EMBEDDINGS, "int4")},
+    "adaptive": {
+        "*": {"scheme": "adaptive", "rank": 8},
+        **dict.fromkeys(EMBEDDINGS, "int4"),
+    },
     "budget": {
         "scheme": "adaptive",
         "levels": ["int8", "int4", "topk"],

@@ -65,7 +65,7 @@ class Scheme:
         levels: (adaptive) schemes, from the one that loses least to the one that sends least: "int8/int4/topk".
         policy: (adaptive) "norm" takes the first level while the norm of the gradients changes, else the last;
             "budget" gives each layer the level with which all together send least within an error budget.
-        threshold: (norm) by what share of its moving average the norm has to differ.
+        threshold: (norm) by what share of its moving average the norm has to differ; from 1 on only growth can.
         flush: (norm) every so many backwards the first level is taken, which sends what the last one has held
             back; 0 for never.
         budget: (budget) of the gradients' squared norm the share that may be lost.
@@ -84,8 +84,8 @@ class Scheme:
     rank: int = 4
     levels: str = "int4/powersgd"
     policy: str = NORM
-    threshold: float = 0.5
-    flush: int = 8
+    threshold: float = 1.0
+    flush: int = 3
     budget: float = 0.05
 
     def __post_init__(self) -> None:
@@ -130,8 +130,8 @@ class Scheme:
             self._refuse("levels", f"two or more of {', '.join(_LEVELS)}, such as int4/powersgd")
         if self.policy not in POLICIES:
             self._refuse("policy", " or ".join(POLICIES))
-        if not _is_number(self.threshold) or not 0 < self.threshold < 1:
-            self._refuse("threshold", "a number above 0 and below 1")
+        if not _is_number(self.threshold) or not self.threshold > 0:
+            self._refuse("threshold", "a number above 0")
         if not _is_whole(self.flush) or self.flush < 0 or self.flush == 1:
             self._refuse("flush", "a whole number of backwards from 2 on, or 0")
         if not _is_number(self.budget) or not 0 < self.budget < 1:

@@ -139,7 +139,7 @@ def test_what_has_feedback():
         ({"scheme": "adaptive", "levels": ["int4", "int4"]}, "got levels='int4/int4'"),
         ({"scheme": "adaptive", "levels": 4}, "got levels=4"),
         ({"scheme": "adaptive", "policy": "nrom"}, "got policy='nrom'; expected norm or budget"),
-        ({"scheme": "adaptive", "threshold": 1}, "got threshold=1; expected a number above 0"),
+        ({"scheme": "adaptive", "threshold": 0}, "got threshold=0; expected a number above 0"),
         ({"scheme": "adaptive", "flush": 1}, "got flush=1; expected a whole number of backwards"),
         ({"scheme": "adaptive", "flush": -2}, "got flush=-2"),
         ({"scheme": "adaptive", "flush": 2.5}, "got flush=2.5"),

@@ -55,14 +55,14 @@ def test_only_weights_that_are_adaptive_have_a_level():
     ],
 )
 def test_the_norm_of_all_together_decides(norms, level):
-    model = Model("adaptive:threshold=0.5")
+    model = Model("adaptive:threshold=0.5:flush=0")
     for name, pair in zip("ab", norms, strict=True):
         model.saw(name, *pair)
     assert model.levels() == {"a": level, "b": level}
 
 
 @pytest.mark.parametrize(
-    ("option", "every"), [("adaptive", 8), ("adaptive:flush=2", 2), ("adaptive:flush=0", 0)]
+    ("option", "every"), [("adaptive", 3), ("adaptive:flush=2", 2), ("adaptive:flush=0", 0)]
 )
 def test_every_few_backwards_send_what_was_held_back(option, every):
     model, taken = Model(option), []
@@ -77,7 +77,7 @@ def test_every_few_backwards_send_what_was_held_back(option, every):
 def test_schemes_are_judged_apart():
     model = Model("a=adaptive;b=adaptive:levels=int8/powersgd")
     model.saw("a", 1.0, 1.0)
-    model.saw("b", 2.0, 1.0)
+    model.saw("b", 2.5, 1.0)
     assert model.levels() == {"a": "powersgd", "b": "int8"}
 
 

@@ -282,7 +282,7 @@ def test_residuals_survive_saving_and_another_bucketing():
     assert run_ranks(resumed, 2) == [True, True]
 
 
-ADAPTIVE = {"scheme": "adaptive", "levels": ["int8", "int4"], "flush": 7}
+ADAPTIVE = {"scheme": "adaptive", "levels": ["int8", "int4"], "threshold": 0.5, "flush": 7}
 WARMING = {"scheme": "topk", "ratio": 0.02, "warmup": 6}
 
 
