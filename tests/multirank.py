@@ -21,8 +21,8 @@ import torch.distributed as dist
 from fxpasses.distributed.agreement import LABEL
 
 _context = multiprocessing.get_context("forkserver")
-# Forked from a server that has torch loaded already: a rank starts in a fraction of a second.
-_context.set_forkserver_preload(["torch", "torch._inductor.compile_fx", "fxpasses.backend"])
+# Forked from a server that has compiled already: a rank starts, and compiles, in a fraction of a second.
+_context.set_forkserver_preload(["tests.warm"])
 
 
 def run_ranks(

@@ -1,0 +1,33 @@
+"""Imported by the process that ranks are forked from: what each process finds out before its first compilation
+takes seconds, and is the same in all of them. Which vector instructions there are (by running programs that use
+them), Inductor's patterns, a digest of Triton's files, Dynamo's tables.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest  # noqa: F401  (tests, which ranks import, do)
+import torch
+from torch import nn
+
+import fxpasses.backend  # noqa: F401
+from fxpasses import registry
+
+
+def _compile_something() -> None:
+    """On one thread, and none beside it that compile: others would be missing in what is forked."""
+    torch.set_num_threads(1)
+    # On a hit of AOTAutograd's cache most of it would be left out.
+    cacheless = torch._functorch.config.patch(enable_autograd_cache=False)
+    threadless = torch._inductor.config.patch(compile_threads=1)
+    with torch.random.fork_rng(devices=[]), cacheless, threadless:
+        torch.compile(nn.Linear(32, 32))(torch.ones(2, 32)).sum().backward()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+registry.passes()
+_compile_something()
+gc.collect()
+gc.freeze()  # the collector of each rank would copy all pages
