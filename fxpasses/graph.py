@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from fxpasses.effects import is_effectful
 
@@ -262,6 +263,15 @@ class TrainingGraph:
     def recompile(self) -> None:
         self.module.recompile()
 
+    def copy(self) -> TrainingGraph:
+        """With nodes of its own, over the same fake values and tensors; without code, see `without_code`."""
+        with without_code():
+            module = _make_graph_module(self.module, copy.deepcopy(self.graph))
+        for name, branch in list(module.named_children()):  # whose dead code is eliminated as well
+            module.add_module(name, copy.deepcopy(branch))
+        module.meta.update(self.module.meta)
+        return TrainingGraph(module, self.decompositions)
+
 
 def eliminate_dead_code(graph: fx.Graph) -> bool:
     """See `TrainingGraph.eliminate_dead_code`."""
@@ -275,6 +285,11 @@ def empty_like(module: fx.GraphModule) -> fx.GraphModule:
     empty = fx.GraphModule(torch.nn.Module(), graph)
     empty.meta["fake_mode"] = TrainingGraph(module).fake_mode
     return empty
+
+
+def without_code() -> contextlib.AbstractContextManager[None]:
+    """Graphs that torch makes meanwhile get their Python code when somebody asks for it."""
+    return _use_lazy_graph_module(True)
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:

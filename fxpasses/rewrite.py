@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpasses.graph import TrainingGraph, eliminate_dead_code
+from fxpasses.graph import TrainingGraph, eliminate_dead_code, without_code
 
 _OWN = str(Path(__file__).parent / "trace.py")  # calls what it traces
 
@@ -112,11 +112,16 @@ def splice(
         return fn(*pytree.tree_unflatten(filled, structure))
 
     mode = graph.fake_mode
-    with _tolerant(mode), mode, torch.no_grad():
+    # Only the nodes are wanted: no code, no notes of the functions that were called.
+    with _tolerant(mode), mode, torch.no_grad(), without_code():
         # Tracing tells arguments apart by identity, and two nodes may share one value.
         values = [n.meta["val"] for n in nodes]
         values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-        traced = make_fx(call, decomposition_table=graph.decompositions)(*values)
+        traced = make_fx(
+            call,
+            decomposition_table=graph.decompositions,
+            _disable_torch_fn_metadata_mode=True,
+        )(*values)
     eliminate_dead_code(traced.graph)  # parts of a split, say, that `fn` has no use for
     return _inline(graph, before, traced, nodes, name, provenance)
 

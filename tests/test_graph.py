@@ -222,7 +222,16 @@ def copied(graph: TrainingGraph) -> TrainingGraph:
 
 def test_the_fingerprint_of_a_copy_is_the_same():
     graph = backward_of(mlp(4, 3), torch.randn(2, 4))
-    assert copied(graph).fingerprint() == graph.fingerprint()
+    assert copied(graph).fingerprint() == graph.copy().fingerprint() == graph.fingerprint()
+
+
+def test_a_change_of_a_copy_is_none_of_the_graph():
+    graph = backward_of(mlp(4, 3), torch.randn(2, 4))
+    before, copy = graph.fingerprint(), graph.copy()
+    copy.add_state(residual("w", 3))
+    copy.module.meta["own"] = True
+    assert copy.fingerprint() != before == graph.fingerprint()
+    assert "own" not in graph.module.meta and copy.fake_mode is graph.fake_mode
 
 
 def swap_arguments(graph: TrainingGraph) -> None:

@@ -16,7 +16,6 @@ from fxpasses.passes.base import Pass
 from fxpasses.registry import passes as known_passes
 from fxpasses.testing import strategies
 from fxpasses.testing.oracles import ORACLES, Oracle, Run, run_pass
-from fxpasses.testing.oracles.base import copied
 from fxpasses.testing.program import Program
 from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph
@@ -148,7 +147,7 @@ def run_over(
     """Run a pass on every rank, behind the passes that provide what it requires."""
     provided: frozenset[str] = frozenset()
     for earlier in prerequisites(current):
-        graph = copied(graph)
+        graph = graph.copy()
         earlier.bind({**environment, "rank": 0}).run(graph)
         provided |= earlier.provides
     ranks = range(environment["world"])

@@ -28,7 +28,6 @@ from fxpasses.schedule.order import (
     links,
 )
 from fxpasses.testing.check import run_over, settings
-from fxpasses.testing.oracles.base import copied
 from fxpasses.testing.program import Layer, Program
 from fxpasses.testing.strategies import SEEDS, environments
 from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
@@ -101,7 +100,7 @@ def _expected(node: fx.Node) -> list[Event]:
 
 def sizes_that_vary() -> None:
     """What is not known of a payload, or of several, is not compared."""
-    graph = copied(Program((Layer("views"),), batch=3, dynamic=True).captured().backward)
+    graph = Program((Layer("views"),), batch=3, dynamic=True).captured().backward.copy()
     tangent = next(n for n, _ in graph.inputs("tangent"))
     operators = torch.ops._c10d_functional
     with graph.graph.inserting_before(graph.output_node):

@@ -37,7 +37,7 @@ from fxpasses.rewrite import Provenance, model_line, splice
 from fxpasses.spec import check as check_rules
 from fxpasses.testing.check import check_pass, run_over, settings
 from fxpasses.testing.oracles import Run, orders_agree
-from fxpasses.testing.oracles.base import copied, run_pass, trace
+from fxpasses.testing.oracles.base import run_pass, trace
 from fxpasses.testing.oracles.kept import no_dead_code
 from fxpasses.testing.oracles.numerics import bitwise, results_right
 from fxpasses.testing.program import Layer, Program
@@ -569,7 +569,7 @@ def splice_takes_numbers() -> None:
     )
     graph.set_output(0, node)
     assert fx.Interpreter(graph.module).run(torch.ones(2))[0].tolist() == [3.0, 3.0]
-    graph = copied(Program((Layer("views"),), batch=3, dynamic=True).captured().backward)
+    graph = Program((Layer("views"),), batch=3, dynamic=True).captured().backward.copy()
     size = next(n for n, _ in graph.inputs() if isinstance(n.meta["val"], torch.SymInt))
     tangent = next(n for n, role in graph.inputs("tangent"))
     node = splice(

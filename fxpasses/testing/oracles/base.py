@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -94,15 +93,11 @@ def run_pass(
         if position >= separate and current == passes[0]:
             runs.append(runs[position % separate])
             continue
-        after = copied(graph)
+        after = graph.copy()
         runs.append((after, current.run(after)))
     afters, reports = zip(*runs, strict=True)
     now = provided | passes[0].provides
     return Run(tuple(passes), graph, afters, reports, now, seed)
-
-
-def copied(graph: TrainingGraph) -> TrainingGraph:
-    return TrainingGraph(copy.deepcopy(graph.module), graph.decompositions)
 
 
 def trace(graphs: Sequence[TrainingGraph], seed: int) -> Trace:

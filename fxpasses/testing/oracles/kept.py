@@ -17,7 +17,7 @@ from fxpasses.dump.folder import Dump
 from fxpasses.effects import is_effectful
 from fxpasses.graph import TrainingGraph, ancestors
 from fxpasses.pipeline import Done
-from fxpasses.testing.oracles.base import Run, copied, fail, structure, trace
+from fxpasses.testing.oracles.base import Run, fail, structure, trace
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.values import random_inputs
 
@@ -29,7 +29,7 @@ def effects_survive(run: Run) -> None:
     for target in set(before):
         if after.count(target) < before.count(target):
             fail("effects_survive", run, f"a call of {target} is gone")
-    leans = [copied(graph) for graph in run.afters]
+    leans = [graph.copy() for graph in run.afters]
     for lean in leans:
         lean.eliminate_dead_code()
     if [str(n.target) for n in leans[0].walk() if is_effectful(n)] != after:
@@ -54,7 +54,7 @@ def no_dead_code(run: Run) -> None:
 
 
 def _idle(graph: TrainingGraph) -> set[str]:
-    lean = copied(graph)
+    lean = graph.copy()
     lean.eliminate_dead_code()
     return {n.name for n in graph.walk()} - {n.name for n in lean.walk()}
 

@@ -11,7 +11,7 @@ import torch
 from fxpasses.graph import Role, TrainingGraph
 from fxpasses.passes.base import Pass
 from fxpasses.pipeline import Pipeline
-from fxpasses.testing.oracles.base import OracleFailure, Run, copied, fail, trace
+from fxpasses.testing.oracles.base import OracleFailure, Run, fail, trace
 
 
 def results_right(run: Run) -> None:
@@ -142,7 +142,7 @@ def orders_agree(passes: Sequence[Pass], graph: TrainingGraph, world: int, seed:
             pipeline = Pipeline(order)
         except ValueError:
             continue
-        after = copied(graph)
+        after = graph.copy()
         pipeline.run(order[0].stage, after)
         rows = trace([after] * world, seed).results
         keys = [(role.kind, role.name) for _, _, role in after.outputs()]
