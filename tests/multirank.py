@@ -41,15 +41,18 @@ def run_ranks(
         RuntimeError: when a rank raises (with its traceback) or the time is over (naming the ranks).
     """
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            _start(program, rank, world, args, folder, gloo_timeout_s) for rank in range(world)
-        ]
-        try:
-            return _collect(ranks, time.monotonic() + timeout_s, lost)
-        finally:
-            for process, _ in ranks:
-                process.kill()
-                process.join()
+        settings = (folder, gloo_timeout_s)
+        ranks = [_start(_rank_main, program, rank, world, args, *settings) for rank in range(world)]
+        return _finish(ranks, timeout_s, lost)
+
+
+def run_alone(program: Callable[..., Any], *args: Any, timeout_s: float = 120) -> Any:
+    """`program(*args)` in a process of its own, which is no rank of anything; returns what it returned.
+
+    Raises:
+        RuntimeError: as `run_ranks` does.
+    """
+    return _finish([_start(_report, program, args)], timeout_s)[0]
 
 
 @contextlib.contextmanager
@@ -64,23 +67,23 @@ def counted_all_reduces() -> Iterator[list[int]]:
     found.append(counts.get("gloo:all_reduce", 0) - counts.get(LABEL, 0))
 
 
-def _start(
-    program: Callable[..., Any],
-    rank: int,
-    world: int,
-    args: tuple[Any, ...],
-    folder: str,
-    gloo_timeout_s: float,
-) -> tuple[Any, Connection]:
+def _start(main: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
     receiver, sender = _context.Pipe(duplex=False)
-    process = _context.Process(
-        target=_rank_main,
-        args=(sender, program, rank, world, args, folder, gloo_timeout_s),
-        daemon=True,
-    )
+    process = _context.Process(target=main, args=(sender, *args), daemon=True)
     process.start()
     sender.close()
     return process, receiver
+
+
+def _finish(
+    ranks: list[tuple[Any, Connection]], timeout_s: float, lost: Collection[int] = ()
+) -> list[Any]:
+    try:
+        return _collect(ranks, time.monotonic() + timeout_s, lost)
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.join()
 
 
 def _collect(
@@ -133,8 +136,13 @@ def _rank_main(
     # One that is done at once would close its connections while others still make theirs.
     dist.barrier()
     try:
-        sender.send_bytes(_packed(None, program(rank, *args)))
-    except BaseException:
-        sender.send_bytes(_packed(traceback.format_exc(), None))
+        _report(sender, program, (rank, *args))
     finally:
         dist.destroy_process_group()
+
+
+def _report(sender: Connection, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        sender.send_bytes(_packed(None, program(*args)))
+    except BaseException:
+        sender.send_bytes(_packed(traceback.format_exc(), None))

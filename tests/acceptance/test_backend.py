@@ -1,31 +1,32 @@
 """Cases 36 and 39, and caches: the way in, and what keeps it honest."""
 
-import json
+import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 
+import fxpasses
 from fxpasses.graph import Role, TrainingGraph
 from fxpasses.observers import CheckRules
 from fxpasses.pipeline import Pipeline
 from fxpasses.spec import SpecError
 from tests.feedback import Feedback, RoundWithFeedback
+from tests.multirank import run_alone
 
 
-def run_fresh(code: str, env: dict[str, str] | None = None) -> str:
+def run_fresh(code: str) -> str:
     """Run code in a process of its own that has imported nothing; returns the last line it printed."""
-    import os
-
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=200,
-        env={**os.environ, **(env or {})},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -131,32 +132,24 @@ def test_case_39_effects_survive_dead_code_elimination(fake_world):
     assert names <= left and dead.name not in left
 
 
-WARM = """
-    import json, os, sys, torch
-    from torch._dynamo.utils import counters
-    import torch.distributed as dist
+def reduced(options: dict[str, str], cache: str) -> dict[str, float]:
+    """The gradient of one compilation as rank 0 of two, and what it found in the caches of a folder."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
-    reduce, dump = sys.argv[1:] if len(sys.argv) > 1 else (os.environ["REDUCE"], os.environ["DUMP"])
-    model = torch.nn.Linear(1, 1, bias=False)
-    compiled = torch.compile(model, backend="hardened", options={"reduce": reduce, "dump": dump})
+    model = nn.Linear(1, 1, bias=False)
+    compiled = torch.compile(model, backend="hardened", options=options)
     compiled(torch.full((1, 1), 3.0)).sum().backward()
-    import fxpasses
-    print(json.dumps({
+    return {
         "gradient": model.weight.grad.item(),
         "plan": len(fxpasses.runtime(model).plan),
         "hits": counters["inductor"]["fxgraph_cache_hit"],
-    }))
-"""
+    }
 
 
 def test_caches_never_outlive_a_change_of_options(tmp_path):
-    def run(reduce: str, name: str) -> dict:
-        env = {
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-            "REDUCE": reduce,
-            "DUMP": str(tmp_path / name),
-        }
-        return json.loads(run_fresh(WARM, env))
+    def run(reduce: str, name: str) -> dict[str, float]:
+        options = {"reduce": reduce, "dump": str(tmp_path / name)}
+        return run_alone(reduced, options, str(tmp_path / "cache"))
 
     # A fake all-reduce returns its payload: the mean of two ranks is half of it.
     assert run("mean", "cold") == {"gradient": 1.5, "plan": 1, "hits": 0}
