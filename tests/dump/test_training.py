@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+from tests.multirank import run_alone
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -43,6 +49,15 @@ def train(tmp_path: Path, backend: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def trained(environment: dict[str, str]) -> int:
+    """What the script does, in this process; returns how often Inductor's cache was hit."""
+    os.environ.update(environment)
+    dist.init_process_group("fake", rank=1, world_size=2, store=dist.HashStore())
+    compiled = torch.compile(nn.Linear(32, 32), backend="hardened")
+    compiled(torch.ones(4, 32)).sum().backward()
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -52,7 +67,8 @@ def test_the_environment_asks_for_it_with_warm_and_cold_caches(tmp_path):
     cache = str(tmp_path / "cache")
     for run in ("cold", "warm"):
         dump = str(tmp_path / run)
-        train(tmp_path, "hardened", FXPASSES_DUMP=dump, TORCHINDUCTOR_CACHE_DIR=cache)
+        hits = run_alone(trained, {"FXPASSES_DUMP": dump, "TORCHINDUCTOR_CACHE_DIR": cache})
+        assert hits == {"cold": 0, "warm": 2}[run]
     cold = files(tmp_path / "cold")
     assert cold == files(tmp_path / "warm")
     assert {f"rank1/g0.backward/{stem}.py" for stem in STEMS} <= cold.keys()
