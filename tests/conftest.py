@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fxpasses import registry
 from fxpasses.distributed.group import resolve
 from tests.graphs import WORLD
+from tests.multirank import run_ranks
 
 # The same examples in each run: a change that breaks nothing passes.
 settings.register_profile("tests", derandomize=True)
@@ -42,6 +45,26 @@ def fake_world() -> Iterator[str]:
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     yield str(resolve(None).name)
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def waiting_runs(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[list[Any]]]]:
+    """By test, the runs of this module that mostly wait: some at a time, in the order of the tests."""
+    items = [item for item in request.session.items if item.path == request.path]
+    marks = {item.nodeid: item.get_closest_marker("ranks") for item in items}
+    pool = ThreadPoolExecutor(3)
+    yield {
+        name: pool.submit(run_ranks, *mark.args, **mark.kwargs)
+        for name, mark in marks.items()
+        if mark is not None
+    }
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest, waiting_runs: dict[str, Future[list[Any]]]) -> list[Any]:
+    """What the ranks of this test returned: `pytest.mark.ranks` has the arguments of `run_ranks`."""
+    return waiting_runs[request.node.nodeid].result()
 
 
 @pytest.fixture

@@ -64,11 +64,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "where", "what"), CASES)
-def test_the_others_name_the_rank_that_is_lost(world, where, what):
+def ranks(world: int, where: str, what: str) -> pytest.MarkDecorator:
     lost = world - 1
-    results = run_ranks(train, world, lost, where, what, gloo_timeout_s=TIMEOUT_S, lost=(lost,))
-    for message, seconds in results[:lost]:
+    limits = {"gloo_timeout_s": TIMEOUT_S, "lost": (lost,)}
+    return pytest.mark.ranks(train, world, lost, where, what, **limits)
+
+
+@pytest.mark.parametrize(
+    ("world", "where", "what"), [pytest.param(*case, marks=ranks(*case)) for case in CASES]
+)
+def test_the_others_name_the_rank_that_is_lost(world, where, what, found):
+    lost = world - 1
+    for message, seconds in found[:lost]:
         assert f"for rank {lost}, which gave no sign of life" in message
         assert "in the agreement before the backward of Linear." in message
         assert seconds < TIMEOUT_S + 10  # the group's timeout, and time to ask who is there

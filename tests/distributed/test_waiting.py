@@ -17,9 +17,9 @@ import torch.distributed as dist
 from fxpasses.distributed import waiting as waits
 from fxpasses.distributed.group import Group, resolve, store_of
 from fxpasses.distributed.waiting import RankLost, waiting
-from tests.multirank import run_ranks
 
 PLACE = "the sum of losses"
+ranks = pytest.mark.ranks
 
 
 def summed(group: Group, what: str = PLACE) -> None:
@@ -94,32 +94,42 @@ def loses_one(rank: int, lost: int, how: str, tcp: bool = False) -> str:
     return message_of(summed, group)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("how", ["sleeps", "dies", "raises"])
-def test_each_rank_that_is_left_names_the_lost_one(how, world):
+def losing(how: str, world: int) -> pytest.MarkDecorator:
     lost = world - 1
     timeout_s = 30 if how == "dies" else 4
-    messages = run_ranks(loses_one, world, lost, how, gloo_timeout_s=timeout_s, lost=[lost])
+    return ranks(loses_one, world, lost, how, gloo_timeout_s=timeout_s, lost=[lost])
+
+
+@pytest.mark.parametrize(
+    ("how", "world"),
+    [
+        pytest.param(how, world, marks=losing(how, world))
+        for how in ("sleeps", "dies", "raises")
+        for world in (2, 3)
+    ],
+)
+def test_each_rank_that_is_left_names_the_lost_one(how, world, found):
+    lost = world - 1
     for rank in range(lost):
-        assert f"rank {rank} waited " in messages[rank]
-        assert f" s in {PLACE} for rank {lost}, which gave no sign of life" in messages[rank]
+        assert f"rank {rank} waited " in found[rank]
+        assert f" s in {PLACE} for rank {lost}, which gave no sign of life" in found[rank]
         other = rf"rank {1 - rank} (failed there too after \d s|waits there too)"
-        assert (re.search(other, messages[rank]) is not None) == (world == 3)
+        assert (re.search(other, found[rank]) is not None) == (world == 3)
     if how != "dies":  # it learns, when it comes, that it was given up
-        assert f"after 4 s, for want of rank {lost}" in messages[lost]
-        assert "no rank is silent" in messages[lost]
+        assert f"after 4 s, for want of rank {lost}" in found[lost]
+        assert "no rank is silent" in found[lost]
 
 
-def test_the_end_of_the_store_is_said():
-    messages = run_ranks(loses_one, 3, 0, "dies", True, lost=[0])
-    for message in messages[1:]:
+@ranks(loses_one, 3, 0, "dies", True, lost=[0])
+def test_the_end_of_the_store_is_said(found):
+    for message in found[1:]:
         assert "the store that the ranks met in does not answer" in message
         assert "the process that hosts it (rank 0 of the world" in message
 
 
-def test_a_lost_rank_is_named_over_a_store_that_another_rank_hosts():
-    messages = run_ranks(loses_one, 3, 2, "dies", True, lost=[2])
-    assert all("for rank 2, which gave no sign of life" in message for message in messages[:2])
+@ranks(loses_one, 3, 2, "dies", True, lost=[2])
+def test_a_lost_rank_is_named_over_a_store_that_another_rank_hosts(found):
+    assert all("for rank 2, which gave no sign of life" in message for message in found[:2])
 
 
 def cascade(rank: int, tcp: bool) -> str:
@@ -136,16 +146,17 @@ def cascade(rank: int, tcp: bool) -> str:
     return message
 
 
-def test_a_rank_that_loses_a_survivor_names_the_one_lost_first():
-    messages = run_ranks(cascade, 3, False, gloo_timeout_s=30, lost=[1])
-    assert "in the message from 1 for rank 1, which gave no sign of life" in messages[0]
-    assert "rank 2 waits in the message from 0" in messages[0]
-    assert "in the message from 0 for rank 1, which gave no sign of life" in messages[2]
-    assert "rank 0 failed in the message from 1 after 2 s, for want of rank 1" in messages[2]
+@ranks(cascade, 3, False, gloo_timeout_s=30, lost=[1])
+def test_a_rank_that_loses_a_survivor_names_the_one_lost_first(found):
+    assert "in the message from 1 for rank 1, which gave no sign of life" in found[0]
+    assert "rank 2 waits in the message from 0" in found[0]
+    assert "in the message from 0 for rank 1, which gave no sign of life" in found[2]
+    assert "rank 0 failed in the message from 1 after 2 s, for want of rank 1" in found[2]
 
 
-def test_it_does_even_if_the_store_went_with_that_survivor():
-    message = run_ranks(cascade, 3, True, lost=[0, 1])[2]
+@ranks(cascade, 3, True, lost=[0, 1])
+def test_it_does_even_if_the_store_went_with_that_survivor(found):
+    message = found[2]
     assert "in the message from 0 for rank 1, which gave no sign of life" in message
     assert "rank 0 failed in the message from 1 after 2 s" in message
     assert "the store is lost since" in message
@@ -156,8 +167,9 @@ def different_places(rank: int) -> str:
     return message_of(received, group, 1 - rank)
 
 
-def test_ranks_that_wait_at_different_places_say_where():
-    for rank, message in enumerate(run_ranks(different_places, 2, gloo_timeout_s=4)):
+@ranks(different_places, 2, gloo_timeout_s=4)
+def test_ranks_that_wait_at_different_places_say_where(found):
+    for rank, message in enumerate(found):
         assert f"rank {rank} waited 4 s in the message from {1 - rank}, and no rank is silent" in (
             message
         )
@@ -173,9 +185,9 @@ def dies_while_waiting(rank: int) -> str:
     return message_of(received, group, 1)
 
 
-def test_a_sign_of_a_rank_that_died_since_does_not_count():
-    message = run_ranks(dies_while_waiting, 2, gloo_timeout_s=20, lost=[1])[0]
-    assert "for rank 1, which gave no sign of life (rank 1 last waited in a long wait)" in message
+@ranks(dies_while_waiting, 2, gloo_timeout_s=20, lost=[1])
+def test_a_sign_of_a_rank_that_died_since_does_not_count(found):
+    assert "for rank 1, which gave no sign of life (rank 1 last waited in a long wait)" in found[0]
 
 
 def comes_late(rank: int) -> str:
@@ -186,27 +198,28 @@ def comes_late(rank: int) -> str:
     return message_of(summed, group)
 
 
-def test_a_rank_that_comes_just_after_the_others_gave_up_is_named():
-    message = run_ranks(comes_late, 2, gloo_timeout_s=4)[0]
-    assert f"rank 0 waited 4 s in {PLACE} for rank 1, which came too late" in message
+@ranks(comes_late, 2, gloo_timeout_s=4)
+def test_a_rank_that_comes_just_after_the_others_gave_up_is_named(found):
+    assert f"rank 0 waited 4 s in {PLACE} for rank 1, which came too late" in found[0]
 
 
 def goes_on(rank: int) -> list[list[bytes]]:
     group = resolve(None)
-    found = []
+    seen = []
     for pause_s in (0.3, 2.5):
         if rank == 1:
             time.sleep(pause_s)
-            found.append(signs(group))
+            seen.append(signs(group))
         summed(group)
         time.sleep(0.5)
-        found.append(signs(group))
+        seen.append(signs(group))
         dist.barrier()
-    return found
+    return seen
 
 
-def test_a_wait_is_told_only_while_it_lasts_and_only_if_it_is_long():
-    in_short, after_short, in_long, after_long = run_ranks(goes_on, 2)[1]
+@ranks(goes_on, 2)
+def test_a_wait_is_told_only_while_it_lasts_and_only_if_it_is_long(found):
+    in_short, after_short, in_long, after_long = found[1]
     assert in_short == after_short == []
     assert len(in_long) == 1 and PLACE.encode() in in_long[0]
     assert after_long == [b"null"]
@@ -226,8 +239,9 @@ def recovers(rank: int) -> tuple[str, list[bytes], list[bytes]]:
     return message, failed, signs(group)
 
 
-def test_a_failure_is_taken_back_by_the_next_wait_that_succeeds():
-    message, failed, after = run_ranks(recovers, 2)[0]
+@ranks(recovers, 2)
+def test_a_failure_is_taken_back_by_the_next_wait_that_succeeds(found):
+    message, failed, after = found[0]
     assert message.endswith("; a connection of this rank alone")
     assert b'"failed": true' in failed[0]
     assert after == [b"null"] * len(after)
@@ -250,8 +264,9 @@ def nested(rank: int) -> tuple[str, list[bytes]]:
     return message, []
 
 
-def test_of_nested_waits_the_inner_one_counts():
-    (message, _), (_, seen) = run_ranks(nested, 2, gloo_timeout_s=4)
+@ranks(nested, 2, gloo_timeout_s=4)
+def test_of_nested_waits_the_inner_one_counts(found):
+    (message, _), (_, seen) = found
     assert f"rank 0 waited 4 s in {PLACE} for rank 1" in message and "outer" not in message
     assert len(seen) == 1 and PLACE.encode() in seen[0]
 
@@ -272,8 +287,9 @@ def in_part_of_the_world(rank: int) -> str:
     return message
 
 
-def test_in_a_part_of_the_world_ranks_have_both_their_numbers():
-    message = run_ranks(in_part_of_the_world, 3)[1]
+@ranks(in_part_of_the_world, 3)
+def test_in_a_part_of_the_world_ranks_have_both_their_numbers(found):
+    message = found[1]
     assert message.startswith("rank 0 (global rank 1) waited 4 s in the sum of losses for ")
     assert "for rank 1 (global rank 2), which gave no sign of life" in message
 
