@@ -379,20 +379,20 @@ def _swaps(schedule: Schedule) -> list[tuple[int, int]]:
     other did not occupy its resource, and the makespan with it: no other change helps.
     """
     tasks, starts, ends = schedule.tasks, schedule.starts, schedule.ends
-    previous: dict[int, int] = {}  # on the same resource
+    places = [0] * len(tasks)
+    previous: list[int] = []  # by place: the one in front on the same resource, or -1
     last: dict[str, int] = {}
     for place, i in enumerate(schedule.order):
-        if tasks[i].resource in last:
-            previous[place] = last[tasks[i].resource]
-        last[tasks[i].resource] = place
-    places = {i: place for place, i in enumerate(schedule.order)}
+        resource = tasks[i].resource
+        previous.append(last.get(resource, -1))
+        last[resource] = places[i] = place
     found = []
-    i = max(range(len(tasks)), key=ends.__getitem__)
+    i = ends.index(schedule.makespan)
     while starts[i] > 0:
         place = places[i]
         bound_by = next((j for j in tasks[i].after if ends[j] == starts[i]), None)
         if bound_by is None:
-            before = previous.get(place, -1)
+            before = previous[place]
             if before < 0 or ends[schedule.order[before]] != starts[i]:
                 before = place - 1  # it waits for that one to start, or for room
             found.append((place, before))

@@ -52,7 +52,7 @@ class Schedule:
     @functools.cached_property
     def ends(self) -> tuple[float, ...]:
         """Seconds, by position."""
-        return tuple(s + t.duration for s, t in zip(self.starts, self.tasks, strict=True))
+        return tuple([s + t.duration for s, t in zip(self.starts, self.tasks, strict=True)])
 
     @functools.cached_property
     def makespan(self) -> float:
@@ -127,8 +127,7 @@ def queued(tasks: Sequence[Task], order: Sequence[int]) -> Schedule:
                 start = ends[j]
         starts[i], ends[i] = start, start + task.duration
         free[task.resource] = ends[i]
-    place = {i: p for p, i in enumerate(order)}
-    by_start = sorted(order, key=lambda i: (starts[i], place[i]))
+    by_start = sorted(order, key=starts.__getitem__)  # those that start together stay in order
     return Schedule(tuple(tasks), tuple(by_start), tuple(starts))
 
 
