@@ -21,8 +21,12 @@ def _compile_something() -> None:
     # On a hit of AOTAutograd's cache most of it would be left out.
     cacheless = torch._functorch.config.patch(enable_autograd_cache=False)
     threadless = torch._inductor.config.patch(compile_threads=1)
-    with torch.random.fork_rng(devices=[]), cacheless, threadless:
-        torch.compile(nn.Linear(32, 32))(torch.ones(2, 32)).sum().backward()
+    # A torch that knows of devices starts autograd's threads for them, and these are missing in what is forked.
+    trains = torch.enable_grad if not torch.backends.cuda.is_built() else torch.no_grad
+    with torch.random.fork_rng(devices=[]), cacheless, threadless, trains():
+        loss = torch.compile(nn.Linear(32, 32))(torch.ones(2, 32)).sum()
+        if loss.requires_grad:
+            loss.backward()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
