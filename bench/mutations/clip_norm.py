@@ -21,3 +21,8 @@ EQUIVALENT: dict[str, str] = {
     "constant: 4 -> 5, in part.dtype.itemsize < 4": "fp32 stays fp32",
     "comparison: len(norms) > 1 -> len(norms) >= 1": "the norm of one norm is that norm",
 }
+KNOWN = {
+    "constant: 'reduced_bucket' -> 'reduced_bucketx', in 'reduced_bucket' not in node.meta": (
+        "a reduced bucket that is a view itself comes of compression, behind which this is not tried"
+    ),
+}

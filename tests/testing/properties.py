@@ -208,6 +208,8 @@ def sync_as_promised(run: Run) -> None:
         own = _producer(run, bucket.parameters[0]).meta["val"].dtype
         assert payload.meta["val"].dtype == (WIRE[current.dtype] if current.dtype else own)
         assert payload.meta["bucket"] == bucket
+    reduced = [n.meta["reduced_bucket"] for n in graph.walk() if "reduced_bucket" in n.meta]
+    assert sorted(reduced, key=flats.index) == flats  # later passes look for these
     total = sum(
         n.args[0].meta["val"].numel() * n.args[0].meta["val"].element_size() for n in launches
     )
