@@ -30,6 +30,7 @@ from fxpasses.graph import (
     NORM_STATE,
     OVERFLOW_STATE,
     PENDING_STATE,
+    REPLAYED,
     SCALE_STATE,
     WAITS_STATE,
     StateSpec,
@@ -130,7 +131,7 @@ class Calls:
             return compiled(*args)
         faults, alarms = watched.faults, watched.alarms
         if alarms is not None:
-            alarms.learn(self.unit.alarm_places)
+            alarms.learn(self.unit.alarm_places, self.unit.modules)
 
         def run() -> Any:
             found: dict[str, torch.Tensor] = {}
@@ -211,7 +212,7 @@ class Calls:
         flags = self.flags(way, given)
         alarms, kept = call.binding.alarms, list(args) if recomputes(call.binding.alarms) else args
         if alarms is not None:
-            alarms.learn(backward.alarm_places)
+            alarms.learn(backward.alarm_places, backward.modules)
         states = [
             _state(spec, call, way, flags) if spec.kind not in _FAULTS else None
             for spec in backward.states
@@ -418,7 +419,7 @@ def _forward_state(
     if spec.name in faults:
         return faults[spec.name]
     assert alarms is not None, "the forward is guarded"
-    return alarms.tensor(spec.device)
+    return alarms.tensor(spec)
 
 
 def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> torch.Tensor:
@@ -438,9 +439,9 @@ def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> tor
     if spec.kind == LIMIT_STATE:
         assert call.binding.clipping is not None, "the graph clips"
         return call.binding.clipping.limit_tensor(spec.device)
-    if spec.kind == ALARM:
+    if spec.kind in (ALARM, REPLAYED):
         assert call.binding.alarms is not None, "the graph is guarded"
-        return call.binding.alarms.tensor(spec.device)
+        return call.binding.alarms.tensor(spec)
     if spec.kind in (SCALE_STATE, OVERFLOW_STATE):
         scaler = call.binding.scaler
         assert scaler is not None, "the graph has a loss scale"

@@ -29,3 +29,20 @@ def is_launch(node: fx.Node) -> bool:
 def is_effectful(node: fx.Node) -> bool:
     """Collectives, operators that write an input, and nodes that a pass marked with `meta["effect"]`."""
     return is_collective(node) or "effect" in node.meta or node.is_impure()
+
+
+def may_be_random(node: fx.Node) -> bool:
+    """Whether its operator draws random numbers, at some arguments; torch takes that for an effect."""
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether it draws random numbers, at the arguments that it has."""
+    if not may_be_random(node):
+        return False
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = node.target._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
+    return given.get("dropout_p", 1) != 0 and given.get("train", True) is not False

@@ -38,7 +38,8 @@ def add_states(
     graph = copy.graph
     mode = torch._guards.TracingContext.get().fake_mode
     assert mode is not None, "Dynamo traces with fake tensors"
-    fakes = [mode.from_tensor(torch.zeros(s.shape, dtype=s.dtype, device=s.device)) for s in specs]
+    zeros = (torch.zeros(s.shape, dtype=s.dtype, device=s.device) for s in specs)
+    fakes = [mode.from_tensor(zero, static_shapes=True) for zero in zeros]
     new: list[fx.Node] = []
     for spec, fake in zip(specs, fakes, strict=True):
         before = [*graph.find_nodes(op="placeholder")]

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import hashlib
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -36,7 +37,8 @@ SCALE_STATE, OVERFLOW_STATE = "loss_scale", "overflow"
 NORM_STATE, LIMIT_STATE = "gradient_norm", "norm_limit"
 # What faults are armed; what they did; what a collective brought the time before.
 FAULT_TABLE, FAULT_NEWS, STALE = "faults", "fault_news", "stale"
-ALARM = "alarm"  # what guards have found in this step
+# What guards have found in this step; regions that were computed again.
+ALARM, REPLAYED = "alarm", "replayed"
 DELIVERED = "delivered"  # metadata of a reader that wants a gradient as it arrives, faults included
 OUTPUT_KINDS = ("output", "mutation", "saved", "gradient", "input_gradient", "state")
 
@@ -248,6 +250,10 @@ class TrainingGraph:
         """The operator calls in order."""
         return (n for n in self.graph.nodes if n.op == "call_function")
 
+    def walk_deep(self) -> Iterator[fx.Node]:
+        """The same, with those of subgraphs where these are named."""
+        return _walk_deep(self.graph)
+
     def fingerprint(self) -> str:
         """Digest of nodes, arguments and roles: equal exactly when a pass changed nothing."""
         digest = hashlib.sha256()
@@ -311,6 +317,36 @@ def identifier(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
 
 
+def _walk_deep(graph: fx.Graph) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        inner = subgraph_of(node)
+        if inner is not None:
+            yield from _walk_deep(inner.graph)
+        elif node.op == "call_function":
+            yield node
+
+
+def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
+    """The subgraph that a node names; None for any other node."""
+    owner = node.graph.owning_module
+    if node.op != "get_attr" or owner is None:
+        return None
+    value: Any = owner
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
+    """What a node's value depends on: what it reads; of one of the results of a loop (`meta["reads"]`) those of
+    its inputs that this one comes from.
+    """
+    if node.target is not operator.getitem or "reads" not in node.meta:
+        return node.all_input_nodes
+    inputs: Any = node.all_input_nodes[0].args[-1]
+    return [inputs[i] for i in node.meta["reads"]]
+
+
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes and all that they are computed from."""
     found: set[fx.Node] = set()
@@ -330,6 +366,6 @@ def tangents_reaching(graph: TrainingGraph) -> dict[fx.Node, frozenset[int]]:
     empty: frozenset[int] = frozenset()
     for node in graph.graph.nodes:
         own = frozenset({tangents[node]}) if node in tangents else empty
-        above = [reach[n] for n in node.all_input_nodes if reach[n]]
+        above = [reach[n] for n in read_by(node) if reach[n]]
         reach[node] = above[0] if len(above) == 1 and not own else own.union(*above)
     return reach

@@ -27,7 +27,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from fxpasses.calls import Calls
 from fxpasses.graph import copied
-from fxpasses.guards.option import RECOMPUTE, parse_guards
+from fxpasses.guards.option import parse_guards
 from fxpasses.schedule import order
 from fxpasses.schedule.order import Event, OrderError
 from fxpasses.step_calls import StepCalls
@@ -52,7 +52,7 @@ def compile_unit(
     calls = StepCalls(unit) if unit.is_whole_step else Calls(unit)
     patches = {**patches, "custom_partitioner_fn": _Partitioner(unit)}
     schedule_check = unit.hardening.schedule_check
-    recomputes = parse_guards(unit.hardening.guards).on == RECOMPUTE
+    recomputes = parse_guards(unit.hardening.guards).repeats_calls
     if recomputes:
         # The cache does not tell code that overwrites saved values from code that does not.
         patches["fx_graph_cache"] = False

@@ -232,12 +232,16 @@ def _default(hardening: Hardening, world: int) -> str:
     lines = (
         *precision,  # first, so that all others see the graph that will run
         *(("check_products",) if guards.products else ()),
-        *forward,  # last on the joint graph: it strikes what runs
+        *forward,  # behind all that computes: it strikes what runs
+        *(("replay_forward",) if guards.region else ()),  # last on the joint graph: with its faults
         *(("loss_scale",) if scaled else ()),  # before gradients are added up or sent
         *(("check_gradient_products",) if guards.products else ()),
         *(("check_sums", "check_gradients") if guards.gradients else ()),
         *(("check_values",) if guards.values else ()),  # at their own scale
         *backward,  # on what each rank has made, at its own scale
+        *(
+            ("replay_backward",) if guards.region else ()
+        ),  # with its faults, before gradients are sent
         *((*_SYNCHRONISE, exchange) if world > 1 else ()),
         *(("check_payloads",) if world > 1 and guards.payloads else ()),
         *(("settle_checks",) if world > 1 and guards.gradients else ()),  # behind what is launched

@@ -127,8 +127,14 @@ def class_of(node: fx.Node, rules: Rules = ()) -> str:
 
 def modules_of(node: fx.Node) -> list[str]:
     """Qualified names of the modules that a node belongs to, the outermost first."""
+    return [name for name, _ in calls_of(node)]
+
+
+def calls_of(node: fx.Node) -> list[tuple[str, int]]:
+    """The same, each with the number of the module's call, from 0."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return [_qualified(path) for path, _ in stack.values()]
+    pairs = [(path, key.partition("@")[2]) for key, (path, _) in stack.items()]
+    return [(_qualified(path), int(number or 0)) for path, number in pairs]
 
 
 def _qualified(path: str) -> str:

@@ -20,6 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpasses.graph import TrainingGraph, eliminate_dead_code, without_code
 
+# The rule by which a node stands for one (`Provenance.source`) that a loop has computed.
+LOOPED = "loop"
 _OWN = str(Path(__file__).parent / "trace.py")  # calls what it traces
 
 

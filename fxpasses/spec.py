@@ -202,7 +202,7 @@ def signature(graph: TrainingGraph) -> list[tuple[object, ...]]:
 
 def effects(graph: TrainingGraph) -> list[str]:
     """The nodes that have an effect, in order."""
-    return [node.name for node in graph.walk() if is_effectful(node)]
+    return [node.name for node in graph.walk_deep() if is_effectful(node)]
 
 
 def check_effects(
@@ -216,7 +216,7 @@ def check_effects(
     known = set(before)
     now = [name for name in effects(graph) if name in known]
     if reorders:
-        made = {node.name for node in graph.walk() if "provenance" in node.meta}
+        made = {node.name for node in graph.walk_deep() if "provenance" in node.meta}
         before, now = (
             [*sorted(made & set(names)), *(n for n in names if n not in made)]
             for names in (before, now)

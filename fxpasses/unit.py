@@ -38,6 +38,7 @@ from fxpasses.graph import (
     tangents_reaching,
 )
 from fxpasses.guards.alarms import places_of_alarms
+from fxpasses.guards.regions import checked_modules
 from fxpasses.levels import LevelChoice
 from fxpasses.observers import CheckRules, GraphName, watchers_of
 from fxpasses.passes.clip_norm import ClipNorm
@@ -72,6 +73,7 @@ class Backward:
         events: its order of collectives and heavy operators.
         places: for faults.
         alarm_places: by number, what guards' alarms can be about.
+        modules: of which something is checked, with option `guards` and its `region`.
     """
 
     module: fx.GraphModule
@@ -80,6 +82,7 @@ class Backward:
     events: tuple[Event, ...]
     places: Places
     alarm_places: dict[int, str]
+    modules: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,7 @@ class Unit:
         self.forward_states = forward_states
         self.places = Places()  # for faults in the forward
         self.alarm_places: dict[int, str] = {}  # that guards of the forward can be about
+        self.modules: frozenset[str] = frozenset()  # of which the forward checks something
         self.decompositions = decompositions
         self.is_whole_step = is_whole_step
         self.whole_step: WholeStep | None = None  # once it has been traced
@@ -233,6 +237,7 @@ class Unit:
 
     def _note_places(self, joint: TrainingGraph) -> None:
         self.places, self.alarm_places = places_of(joint), places_of_alarms(joint)
+        self.modules = checked_modules(joint)
 
     def _warn_of_statistics(self, written: Iterable[StateSpec]) -> None:
         """Running statistics travel with a backward; without one each rank keeps its own."""
@@ -287,9 +292,13 @@ class Unit:
             InjectUpdate(self.hardening.faults).run(graph)
             self.updates_parameters = bool(written_parameters(graph))
         collectives, events = planned_collectives(graph), events_of(graph.graph)
-        places = places_of(graph)
+        places, alarm_places, modules = (
+            places_of(graph),
+            places_of_alarms(graph),
+            checked_modules(graph),
+        )
         states = _lower_state(graph, step is None)
-        return Backward(module, states, collectives, events, places, places_of_alarms(graph))
+        return Backward(module, states, collectives, events, places, alarm_places, modules)
 
     def _prepare(self, graph: TrainingGraph, variant: Variant) -> None:
         if self.whole_step is None:

@@ -24,7 +24,7 @@ from fxpasses.faults.flow import Flow
 from fxpasses.faults.ways import Check
 from fxpasses.graph import ALARM, Role
 from fxpasses.precision import operator_name
-from fxpasses.rewrite import Provenance
+from fxpasses.rewrite import LOOPED, Provenance
 
 _PRODUCTS = ("check_products", "check_gradient_products")
 _SUMS, _GRADIENTS, _PAYLOADS = "check_sums", "check_gradients", "check_payloads"
@@ -72,7 +72,7 @@ def _check(flow: Flow, part: Sequence[fx.Node]) -> Check | None:
         sealed = made_by(payload, (_PAYLOADS,))
         given = _reads(flow, [payload]) if sealed else [r for r in reads if _node(r) is payload]
         return Check(name, arrived, tuple(given)) if given else None
-    result = next((r for r in reads if unstruck(_node(r)).name == origin.source), None)
+    result = next((r for r in reads if _program_name(_node(r)) == origin.source), None)
     if origin.pass_name == _GRADIENTS:
         reads = [r for r in reads if origin_of(_node(r)).rule == "bits"]
     operands = tuple(r for r in reads if r is not result)
@@ -114,6 +114,12 @@ def unstruck(node: fx.Node) -> fx.Node:
         return node
     name = node.meta["fault"].name
     return next((n for n in node.graph.nodes if n.name == name), node)
+
+
+def _program_name(node: fx.Node) -> str:
+    """Of the program's node that one stands for."""
+    origin = origin_of(node)
+    return origin.source if origin.rule == LOOPED else unstruck(node).name
 
 
 def reads_node(reader: fx.Node) -> bool:

@@ -22,7 +22,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxpasses.graph import TrainingGraph
+from fxpasses.graph import TrainingGraph, subgraph_of
 from fxpasses.precision import operator_name
 
 ENTRY = "graph"  # the block that a call of the graph begins in
@@ -178,17 +178,6 @@ def _constant(value: Any) -> bool | None:
         inner = _constant(value.args[0])
         return None if inner is None else not inner
     return None
-
-
-def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
-    """The subgraph that a node names; None for any other node."""
-    owner = node.graph.owning_module
-    if node.op != "get_attr" or owner is None:
-        return None
-    value: Any = owner
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return value if isinstance(value, fx.GraphModule) else None
 
 
 def _results(attribute: fx.Node) -> list[Any]:

@@ -98,6 +98,7 @@ class Injecting(Pass):
         )
         struck.meta["fault"] = site
         struck.meta["effect"] = f"fault at {site}"
+        heard.meta[FAULT_NEWS] = site
         return struck, heard
 
 

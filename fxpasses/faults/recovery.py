@@ -51,9 +51,10 @@ from fxpasses.graph import (
     TrainingGraph,
 )
 from fxpasses.precision import operator_name
-from fxpasses.rewrite import model_line
+from fxpasses.rewrite import LOOPED, model_line
 
 _INJECTS = ("inject_forward", "inject", "inject_payload")
+_REPLAYS = ("replay_forward", "replay_backward")
 _SINKS = ("gradient", "input_gradient", "mutation")  # states besides
 # States that no update reads.
 _ASIDE = (ALARM, FAULT_NEWS, FAULT_TABLE, OVERFLOW_STATE)
@@ -200,7 +201,8 @@ def _sites(
             if node in relevant:
                 yield node, site.phase
     for node, block in flow.blocks.items():
-        if block != ENTRY and node in relevant and node.op == "call_function" and computes(node):
+        is_own = node.op == "call_function" and "provenance" not in node.meta
+        if block != ENTRY and node in relevant and is_own and computes(node):
             yield node, FORWARD if _is_joint(graph) else BACKWARD
     for launch, site in payload_sites(graph):
         if launch in relevant:
@@ -233,7 +235,8 @@ def _local_gradients(graph: TrainingGraph) -> list[fx.Node]:
             continue
         seen.add(node)
         struck = "fault" in node.meta and node.meta["fault"].phase in (FORWARD, BACKWARD)
-        if "provenance" in node.meta and not struck:
+        looped = origin_of(node).rule == LOOPED
+        if "provenance" in node.meta and not struck and not looped:
             pending += node.all_input_nodes
         elif node.op == "call_function":
             found[node] = None
@@ -273,7 +276,7 @@ def _is_sink(role: Role) -> bool:
 
 
 def _is_written_by_guards(node: fx.Node) -> bool:
-    return made_by(node, (*CHECKS, *_INJECTS)) or origin_of(node).rule == "alarm"
+    return made_by(node, (*CHECKS, *_INJECTS, *_REPLAYS)) or origin_of(node).rule == "alarm"
 
 
 def _next_place(site: Hashable, behind: Mapping[Hashable, Hashable], flow: Flow) -> Place | None:

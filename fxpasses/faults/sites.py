@@ -90,7 +90,7 @@ _CONSTANT = ("empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", 
 
 def places_of(graph: TrainingGraph) -> Places:
     """What passes have found and written."""
-    sites = dict.fromkeys(n.meta["fault"] for n in graph.walk() if "fault" in n.meta)
+    sites = dict.fromkeys(n.meta["fault"] for n in graph.walk_deep() if "fault" in n.meta)
     return Places(tuple(sites), graph.module.meta.get(_NAMES, frozenset()))
 
 

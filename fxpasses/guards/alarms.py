@@ -1,21 +1,24 @@
 """Alarms of guards: a state that graphs write and the host reads once a step.
 
-alarm [2] int64    how many, and the number of a place that one came from
+alarm [2] int64       how many, and the number of a place that one came from
+replayed [2] int64    the same of regions that were computed again
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
+from fxpasses.config import nearest
 from fxpasses.distributed.group import Group
 from fxpasses.faults.history import forget
 from fxpasses.faults.models import drawn
-from fxpasses.graph import ALARM, StateSpec, TrainingGraph
+from fxpasses.graph import ALARM, REPLAYED, StateSpec, TrainingGraph
 from fxpasses.guards.option import SKIP, Guards, parse_guards
 from fxpasses.precision import modules_of, operator_name
 from fxpasses.rewrite import Provenance, model_line, splice
@@ -27,20 +30,23 @@ class FaultDetected(RuntimeError):
     """A guard found a value that no correct computation made. The optimizer's step was not taken."""
 
 
-def alarm_spec(device: torch.device) -> StateSpec:
-    return StateSpec(ALARM, "", (2,), torch.int64, device)
+def alarm_spec(device: torch.device, kind: str = ALARM) -> StateSpec:
+    return StateSpec(kind, "", (2,), torch.int64, device)
 
 
-def write_alarms(graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.Node, str]]) -> None:
+def write_alarms(
+    graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.Node, str]], kind: str = ALARM
+) -> None:
     """Add alarms to the state.
 
     Args:
         wrong: pairs of a bool without dimensions and the place that it is about.
+        kind: of the state, `REPLAYED` for regions that were computed again.
     """
     numbers = [drawn("alarm", _anywhere(place)) for _, place in wrong]
     places = {number: place for number, (_, place) in zip(numbers, wrong, strict=True)}
     graph.module.meta[_PLACES] = {**graph.module.meta.get(_PLACES, {}), **places}
-    spec = alarm_spec(wrong[0][0].meta["val"].device)
+    spec = alarm_spec(wrong[0][0].meta["val"].device, kind)
 
     def total(old: Tensor, flags: list[Tensor]) -> Tensor:
         found = torch.stack([flag.long() for flag in flags])
@@ -54,7 +60,7 @@ def write_alarms(graph: TrainingGraph, made_by: str, wrong: Sequence[tuple[fx.No
         total,
         graph.state_so_far(spec),
         [flag for flag, _ in wrong],
-        name="alarm",
+        name=kind,
         provenance=Provenance(made_by, "alarm"),
     )
     graph.write_state(spec.name, told)
@@ -111,23 +117,30 @@ class Alarms:
         self.forgotten = 0
         self._step = 0
         self._places: dict[int, str] = {}
-        self._tensors: dict[torch.device, Tensor] = {}
+        self._modules: frozenset[str] = frozenset()
+        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
-    def tensor(self, device: torch.device) -> Tensor:
+    def tensor(self, spec: StateSpec) -> Tensor:
         """The state."""
-        if device not in self._tensors:
-            self._tensors[device] = torch.zeros(2, dtype=torch.int64, device=device)
-        return self._tensors[device]
+        key = (spec.kind, spec.device)
+        if key not in self._tensors:
+            self._tensors[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        return self._tensors[key]
 
-    def learn(self, places: dict[int, str]) -> None:
+    def learn(self, places: dict[int, str], modules: frozenset[str] = frozenset()) -> None:
+        """Take in what a graph can have alarms about, and of which modules it checks something."""
         self._places.update(places)
+        self._modules |= modules
 
     def end_step(self) -> bool:
         """Whether the step is to be skipped; waits for the device.
 
         Raises:
             FaultDetected: for an alarm, unless steps are to be skipped.
+            ValueError: for a region that there is not in what has been compiled.
         """
+        if self._step == 0:
+            self._check_regions()
         found = self.take()
         self._step += 1
         if found is None:
@@ -136,6 +149,14 @@ class Alarms:
         if self.guards.on != SKIP:
             self._fail(found)
         return True
+
+    def _check_regions(self) -> None:
+        pattern = self.guards.region
+        if pattern and not any(fnmatch.fnmatchcase(name, pattern) for name in self._modules):
+            raise ValueError(
+                f"option 'guards': region={pattern!r} selects no module of which something is checked"
+                f"{nearest(pattern, self._modules)}"
+            )
 
     @property
     def compares_replicas(self) -> bool:
@@ -166,9 +187,15 @@ class Alarms:
         )
 
     def take(self) -> Alarm | None:
-        """What has been found so far; forgets it."""
+        """What has been found so far; forgets it. Remembers which regions were computed again."""
+        replayed = self._read(REPLAYED)
+        if replayed is not None:
+            self.note(replayed)
+        return self._read(ALARM)
+
+    def _read(self, kind: str) -> Alarm | None:
         count, number = 0, 0
-        for tensor in self._tensors.values():
+        for tensor in (t for (k, _), t in self._tensors.items() if k == kind):
             row = tensor.tolist()
             count, number = count + row[0], max(number, row[1])
             if row[0]:

@@ -31,7 +31,9 @@ class Guards:
         values: limit of the absolute value of a local gradient's elements; infinity asks only that they are
             finite; 0: they are not looked at.
         digest: parameters are compared over the ranks at every so many steps; 0: never.
-        on: what an alarm does: `"raise"`, `"skip"` the step, or `"recompute"` the region that it is from.
+        on: what an alarm does: `"raise"`, `"skip"` the step, or `"recompute"` what it is about.
+        region: pattern of qualified module names; with `"recompute"` such a module's operators are computed
+            again alone, and any other alarm raises. Empty: the whole forward or backward is.
     """
 
     products: bool = False
@@ -40,6 +42,7 @@ class Guards:
     values: float = 0.0
     digest: int = 0
     on: str = RAISE
+    region: str = ""
 
     def __bool__(self) -> bool:
         return self.in_graph or self.digest > 0
@@ -50,6 +53,11 @@ class Guards:
         return any(getattr(self, name) for name in _SWITCHES) or self.values > 0
 
     @property
+    def repeats_calls(self) -> bool:
+        """Whether an alarm makes the whole forward or backward run again."""
+        return self.on == RECOMPUTE and not self.region
+
+    @property
     def text(self) -> str:
         """As in a pipeline string; empty for none."""
         if not self:
@@ -58,6 +66,7 @@ class Guards:
         words += [f"values={self.values}"] if self.values else []
         words += [f"digest={self.digest}"] if self.digest else []
         words += [f"on={self.on}"] if self.on != RAISE else []
+        words += [f"region={self.region}"] if self.region else []
         return " ".join(words)
 
 
@@ -88,7 +97,7 @@ def parse_guards(text: str) -> Guards:
         elif not equals:
             found[key] = math.inf if key == "values" else True
         else:
-            found[key] = _number(value)
+            found[key] = value if key == "region" else _number(value)
     return _guards(found)
 
 
@@ -110,7 +119,24 @@ def _guards(found: Mapping[str, Any]) -> Guards:
         raise ValueError(
             f"option 'guards': got on={guards.on!r}{nearest(str(guards.on), REACTIONS)}"
         )
+    _check_region(guards)
     return guards
+
+
+def _check_region(guards: Guards) -> None:
+    region = guards.region
+    if not isinstance(region, str) or any(c in " ,;{}" for c in region):
+        _refuse(guards, "region", "a pattern of module names, 'blocks.*' for example")
+    if region and guards.on != RECOMPUTE:
+        raise ValueError(
+            f"option 'guards': got region={region!r} with on={guards.on!r}; a region is what on='recompute' is "
+            "about"
+        )
+    if region and not (guards.products or guards.gradients):
+        raise ValueError(
+            f"option 'guards': got region={region!r}, and no guard that looks into a region; add 'products' or "
+            "'gradients'"
+        )
 
 
 def _refuse(guards: Guards, key: str, wanted: str) -> None:

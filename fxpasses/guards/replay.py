@@ -1,4 +1,4 @@
-"""Recompute a region that a guard had an alarm about, from a snapshot of what it reads and writes."""
+"""Run a forward or backward again that a guard had an alarm about, from a snapshot of what it works on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import TypeVar
 import torch
 
 from fxpasses.guards.alarms import Alarms, FaultDetected
-from fxpasses.guards.option import RECOMPUTE
 
 Result = TypeVar("Result")
 
 
 def recomputes(alarms: Alarms | None) -> bool:
-    return alarms is not None and alarms.guards.on == RECOMPUTE
+    return alarms is not None and alarms.guards.repeats_calls
 
 
 def guarded(

@@ -21,6 +21,7 @@ from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.check_sums import CheckSums
 from fxpasses.passes.check_values import CheckValues
 from fxpasses.passes.inject import Inject
+from fxpasses.passes.replay import ReplayBackward
 from fxpasses.testing import capture
 from fxpasses.trace import trace
 from tests.faults.programs import small
@@ -369,3 +370,20 @@ def test_faults_that_nobody_notices_were_said_to_be_unguarded():
     detected = {at for at, outcome in outcomes.items() if outcome == "detected"}
     assert silent and silent <= unguarded
     assert detected and not detected & unguarded
+
+
+def test_a_region_that_is_computed_again_has_the_same_ways():
+    found = []
+    for again in ((), (ReplayBackward(guards="products on=recompute region=[24]"),)):
+        graph = capture(mlp(4, 5, 6, 3), torch.randn(3, 4)).backward
+        checked(graph, CheckGradientProducts(), CheckSums(), CheckGradients(), *again)
+        found.append(analyse(graph))
+    without, within = found
+    assert {"region_0", "region_1"} <= set(within.blocks) and within.connectivity == 1
+    assert (within.sites, within.merges) == (without.sites, without.merges)
+    assert within.completeness == without.completeness
+    rows = [
+        sorted((u.phase, u.site.operator, u.site.model_line) for u in each.unguarded)
+        for each in found
+    ]
+    assert rows[0] == rows[1]

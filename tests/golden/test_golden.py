@@ -35,6 +35,8 @@ OPTIONS = {
     "inject_forward": '{"faults": "bitflip{where=forward:left}"}',
     "inject": '{"faults": "bitflip{where=gradient:left.weight}"}',
     "inject_payload": '{"faults": "bitflip{where=payload:left.weight}"}',
+    "replay_forward": '{"guards": "products,on=recompute,region=left"}',
+    "replay_backward": '{"guards": "products,on=recompute,region=left"}',
     "schedule": '{"compression": "int8", "schedule": "auto"}',
 }
 

@@ -18,6 +18,11 @@ from fxpasses.guards.option import Guards, guards_text, parse_guards
         ("gradients", Guards(gradients=True)),
         ("all,on=recompute", Guards(True, True, True, math.inf, 100, "recompute")),
         ("all,digest=7", Guards(True, True, True, math.inf, 7)),
+        (
+            "products,on=recompute,region=blocks.[13]",
+            Guards(products=True, on="recompute", region="blocks.[13]"),
+        ),
+        ("products on=recompute region=2", Guards(products=True, on="recompute", region="2")),
     ],
 )
 def test_what_it_says(value, guards):
@@ -38,6 +43,12 @@ def test_nothing_is_no_guard():
         ("values=-1", "got values=-1; expected a positive limit, or inf"),
         ("digest=1.5", "got digest=1.5; expected a number of steps"),
         ("products=3", "got products=3; expected true or false"),
+        ("products,on=skip,region=a", "got region='a' with on='skip'; a region is what on="),
+        ("values,on=recompute,region=a", "no guard that looks into a region; add 'products'"),
+        (
+            {"products": True, "on": "recompute", "region": "a b"},
+            "got region='a b'; expected a pat",
+        ),
         (3, "got 3; expected a string such as 'products,payloads' or a mapping"),
     ],
 )

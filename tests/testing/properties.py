@@ -56,6 +56,7 @@ from tests.testing.compression import (
     thin_matrices,
 )
 from tests.testing.faults import BOTH, PAYLOADS, faults_as_promised
+from tests.testing.regions import REGIONS, modular_graphs, replayed_as_promised
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 from tests.testing.statistics import statistics_as_promised
 
@@ -341,6 +342,7 @@ RULES = {
     "settle_checks": set(),
     "check_values": {"limit", "alarm"},
     "check_payloads": {"checksum", "alarm"},
+    "replay_backward": {"loop", "form", "dropout", "alarm"},
     "cast": {"cast"},
     "bucketing": {"flatten", "unflatten"},
     "participation": {"launch", "finish"},
@@ -652,6 +654,7 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "check_payloads": (CheckPayloads(), (no_leftovers,)),
     "inject": (Inject(BOTH), (faults_as_promised, no_leftovers)),
     "inject_payload": (InjectPayload(PAYLOADS), (faults_as_promised, no_leftovers)),
+    "replay_backward": (REGIONS, (replayed_as_promised, no_leftovers)),
     "gradient_sync_at_once": (
         GradientSync(overlap=False),
         (sync_as_promised, division_of_the_mean),
@@ -682,6 +685,7 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
 
 # Where graphs that are drawn for any pass would seldom give it something to do, or something it refuses.
 GRAPHS = {"cast": low_graphs()} | {name: real_graphs() for name in OWN if "compress" in name}
+GRAPHS["replay_backward"] = modular_graphs()
 GRAPHS["compress_powersgd"] = GRAPHS["compress_powersgd_forgetful"] = matrix_graphs()
 
 

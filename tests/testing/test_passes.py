@@ -27,7 +27,9 @@ def test_pass(name):
     # Further forms of one pass differ from the first in little: where waits stand, which codec. Faults and
     # checks make large graphs.
     is_further = name.startswith(("gradient_sync_", "compress_")) and name != "compress_int4"
-    properties.holds(name, FEW if is_further or name.startswith(("inject", "check")) else None)
+    properties.holds(
+        name, FEW if is_further or name.startswith(("inject", "check", "replay")) else None
+    )
 
 
 @pytest.mark.timeout(0)

@@ -24,15 +24,15 @@ from fxpasses.testing.values import random_inputs
 
 def effects_survive(run: Run) -> None:
     """Eliminating dead code keeps every node with an effect, those that were there before too, and results."""
-    before = [str(n.target) for n in run.before.walk() if is_effectful(n)]
-    after = [str(n.target) for n in run.after.walk() if is_effectful(n)]
+    before = [str(n.target) for n in run.before.walk_deep() if is_effectful(n)]
+    after = [str(n.target) for n in run.after.walk_deep() if is_effectful(n)]
     for target in set(before):
         if after.count(target) < before.count(target):
             fail("effects_survive", run, f"a call of {target} is gone")
     leans = [graph.copy() for graph in run.afters]
     for lean in leans:
         lean.eliminate_dead_code()
-    if [str(n.target) for n in leans[0].walk() if is_effectful(n)] != after:
+    if [str(n.target) for n in leans[0].walk_deep() if is_effectful(n)] != after:
         fail("effects_survive", run, "eliminating dead code drops or moves effects")
     if len(leans[0].graph.nodes) == len(run.after.graph.nodes):
         return

@@ -1,0 +1,131 @@
+"""`replay_backward` on graphs that nobody wrote by hand; which modules their operators belong to is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from fxpasses.effects import is_launch
+from fxpasses.faults.models import HITS, row_of
+from fxpasses.faults.sites import places_of
+from fxpasses.faults.spec import parse_faults
+from fxpasses.graph import ALARM, FAULT_NEWS, FAULT_TABLE, REPLAYED, TrainingGraph
+from fxpasses.guards.loops import LOOP
+from fxpasses.passes.check_products import CheckGradientProducts
+from fxpasses.passes.check_sums import CheckSums
+from fxpasses.passes.inject import Inject
+from fxpasses.passes.replay import ReplayBackward
+from fxpasses.testing.oracles import Run
+from fxpasses.testing.oracles.numerics import bitwise
+from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step
+from fxpasses.testing.values import random_inputs
+from fxpasses.testing.world import run_world
+
+# Bit 14 is one of the mantissa or above in each dtype; where it is no more than rounding, nobody notices.
+FAULTS = ";".join(f"bitflip where=backward op={operator} bit=14" for operator in ("mm", "sum"))
+REGIONS = ReplayBackward(guards="products on=recompute region=m*", faults=FAULTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Modular:
+    """A drawn graph in which so many operators, in order, belong to each module; checked, with faults."""
+
+    graph: GradientGraph
+    sizes: tuple[int, ...]
+
+    def build(self) -> TrainingGraph:
+        graph = self.graph.build()
+        numbers = itertools.chain.from_iterable(
+            [number] * size for number, size in enumerate(self.sizes)
+        )
+        for node, number in zip(graph.walk(), numbers, strict=False):
+            node.meta["fwd_nn_module_stack"] = {f"m{number}": (f"L['self'].m{number}", nn.Module)}
+        for current in (CheckGradientProducts(), CheckSums(), Inject(FAULTS)):
+            current.run(graph)
+        graph.recompile()
+        return graph
+
+    def source(self) -> str:
+        return f"{self.graph.source()}\n# operators of m0, m1, …: {self.sizes}"
+
+
+def modular_graphs() -> st.SearchStrategy[Modular]:
+    """Each begins with a product, and one that is a gradient; where all is drawn few have any."""
+    positions = st.integers(0, 9)
+    operators = (
+        "product",
+        "sum",
+        "add",
+        "relu",
+        "halves",
+        "transpose",
+        "flatten",
+        "max",
+        "float32",
+    )
+    return st.builds(
+        _modular,
+        st.sampled_from(("float32", "bfloat16", "float64")),
+        st.sampled_from(LAYOUTS),
+        st.lists(st.builds(Step, st.sampled_from(operators), positions, positions), max_size=5),
+        st.lists(positions, max_size=3),
+        st.lists(st.integers(2, 8), min_size=1, max_size=4).map(tuple),
+    )
+
+
+def _modular(
+    dtype: str, layout: str, steps: list[Step], gradients: list[int], sizes: tuple[int, ...]
+) -> Modular:
+    graph = GradientGraph(
+        tangents=(Leaf((3, 3), dtype, layout),),
+        saved=(Leaf((3, 3), dtype),),
+        steps=(Step("product", 0, 1), Step("sum", 2), *steps),
+        gradients=(2, *gradients),
+    )
+    return Modular(graph, sizes)
+
+
+def replayed_as_promised(run: Run) -> None:
+    """Each checked region is a loop. Of a fault that one computes again for nothing is left."""
+    loops = [n for n in run.after.walk() if n.target is LOOP]
+    assert run.reports[0].changed == bool(loops)
+    assert run.reports[0].counts.get("regions", 0) == len(loops)
+    assert not any(is_launch(n) for n in run.after.walk_deep())
+    faults, places = parse_faults(FAULTS), places_of(run.after)
+    assert places == places_of(run.before), "faults happen where they did"
+    if not loops or not places.sites:
+        return
+    site = places.sites[run.seed % len(places.sites)]
+    (number,) = site.faults
+    row = row_of(faults[number], site.number, site.dtype, run.seed)
+    table = torch.zeros(len(faults), len(row), dtype=torch.int64)
+    table[number] = torch.tensor(row)
+    clean = run.traced_after.results[0]
+    struck = run_world(
+        run.afters, [_inputs(g, run.seed * 97 + r, table) for r, g in enumerate(run.afters)]
+    )[0]
+    states = {r.name: struck[at].tolist() for at, _, r in run.after.outputs("state")}
+    assert states[f"{FAULT_NEWS}/"][number][HITS] == 1
+    if states[f"{REPLAYED}/"][0] != 1 or site.name not in _checked(run.before):
+        return
+    assert states[f"{ALARM}/"][0] == 0, "the second round is right"
+    for at, _, role in run.after.outputs():
+        if role.kind != "state":
+            assert bitwise(clean[at], struck[at]), f"{role.name} is not what it is without {site}"
+
+
+def _checked(graph: TrainingGraph) -> set[str]:
+    origins = [n.meta["provenance"] for n in graph.walk() if "provenance" in n.meta]
+    return {origin.source for origin in origins if origin.rule == "checksum"}
+
+
+def _inputs(graph: TrainingGraph, seed: int, table: torch.Tensor) -> list[Any]:
+    values = random_inputs(graph, seed)
+    roles = [role.name for _, role in graph.inputs()]
+    values[roles.index(f"{FAULT_TABLE}/")] = table
+    return values
