@@ -41,7 +41,8 @@ test: $(STAMP)  ## run the tests; ARGS='-k order', ARGS='-k golden --bless'
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/ -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: $(STAMP)  ## 10,000 drawn graphs for each pass; FXPASSES_EXAMPLES=1000 for fewer
-	FXPASSES_EXAMPLES=$${FXPASSES_EXAMPLES:-10000} $(VENV)/bin/python -m pytest tests/testing/test_passes.py $(ARGS)
+	FXPASSES_EXAMPLES=$${FXPASSES_EXAMPLES:-10000} OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest \
+		tests/testing/test_passes.py -n $(JOBS) $(ARGS)
 
 mutants: $(STAMP)  ## break our passes in hundreds of ways; the drawn graphs have to notice
 	$(VENV)/bin/python -m bench.mutants $(ARGS)

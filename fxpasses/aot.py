@@ -22,6 +22,8 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
+from torch._guards import detect_fake_mode
+from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_with_rng_state
 
 from fxpasses.graph import BUFFER_STATE, Role, StateSpec
 
@@ -108,6 +110,23 @@ def annotate_backward(module: fx.GraphModule, joint: fx.GraphModule, forward_out
         node.meta["role"] = Role(kind, node.name)
     output_roles = joint.graph.output_node().meta["roles"]
     module.graph.output_node().meta["roles"] = tuple(output_roles[forward_outputs:])
+    for target in (run_with_rng_state, graphsafe_run_with_rng_state):
+        for node in module.graph.find_nodes(op="call_function", target=target):
+            _add_value(node)
+
+
+def _add_value(node: fx.Node) -> None:
+    """The partitioner gives none to an operator that draws the forward's random numbers again."""
+    args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+    kwargs = {key: value for key, value in kwargs.items() if key != "rng_state"}
+    while not isinstance(args[0], torch._ops.OpOverload):
+        args = args[1:]  # the state
+    operator, *args = args
+    mode = detect_fake_mode(args)
+    assert mode is not None, "AOTAutograd traces with fake tensors"
+    with mode:
+        node.meta["val"] = operator(*args, **kwargs)
 
 
 def annotate_whole_step(module: fx.GraphModule, input_roles: Sequence[Role]) -> None:

@@ -150,6 +150,25 @@ def test_activation_checkpointing_reduces_once():
     assert count == 1
 
 
+def checkpointed_dropout(rank: int, backend: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.3), nn.Linear(32, 32))
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False).sum()
+
+    compiled = torch.compile(program, backend=backend)
+    compiled(torch.ones(4, 32)).backward()
+    return [p.grad for p in layers.parameters()]
+
+
+def test_what_is_recomputed_drops_the_same_elements():
+    """Both ranks have the same batch and draw the same numbers, so the mean is what each would have alone."""
+    (expected,) = run_ranks(checkpointed_dropout, 1, "aot_eager")
+    for found in run_ranks(checkpointed_dropout, 2, "hardened_aot_eager"):
+        torch.testing.assert_close(found, expected)
+
+
 def wrapped_in_ddp(rank: int, outside: bool) -> str:
     backend, wrap = "hardened_aot_eager", nn.parallel.DistributedDataParallel
     model = TiedAcrossBreak()
