@@ -18,27 +18,13 @@ import torch
 
 from fxpasses import accumulation, aot
 from fxpasses.binding import Binding, Watched, bind, watch
+from fxpasses.call_states import FAULTS, backward_state, forward_state, state_of
 from fxpasses.coverage import reduced
 from fxpasses.distributed.group import is_initialized, process_group
 from fxpasses.distributed.waiting import waiting
-from fxpasses.graph import (
-    ALARM,
-    BUFFER_STATE,
-    FAULT_NEWS,
-    FAULT_TABLE,
-    LIMIT_STATE,
-    NORM_STATE,
-    OVERFLOW_STATE,
-    PENDING_STATE,
-    REPLAYED,
-    SCALE_STATE,
-    WAITS_STATE,
-    StateSpec,
-)
-from fxpasses.guards.alarms import Alarms
+from fxpasses.graph import FAULT_TABLE, NORM_STATE
 from fxpasses.guards.replay import guarded, recomputes
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
-from fxpasses.state import STORE
 from fxpasses.synchronise import Way, choose
 from fxpasses.unit import Backward, Unit
 from fxpasses.variants import LOCAL, Variant
@@ -137,7 +123,7 @@ class Calls:
             found: dict[str, torch.Tensor] = {}
             if faults is not None:
                 found = faults.states((watched.region, "forward"), specs, self.unit.places)
-            states = [_forward_state(spec, found, alarms) for spec in specs]
+            states = [forward_state(spec, found, alarms) for spec in specs]
             outputs = compiled(*args, *states)
             own = len(outputs) - len(states)
             for spec, state, new in zip(specs, states, outputs[own:], strict=True):
@@ -214,7 +200,9 @@ class Calls:
         if alarms is not None:
             alarms.learn(backward.alarm_places, backward.modules)
         states = [
-            _state(spec, call, way, flags) if spec.kind not in _FAULTS else None
+            backward_state(spec, call.binding, call.tensor, way, flags)
+            if spec.kind not in FAULTS
+            else None
             for spec in backward.states
         ]
 
@@ -240,7 +228,7 @@ class Calls:
         if call.binding.runtime is not None:
             if way.variant.union is not None or way.variant.levels is not None:
                 call.binding.runtime.record_plan(call.binding.region, backward.collectives)
-            norm = _found(NORM_STATE, backward, states)
+            norm = state_of(NORM_STATE, backward, states)
             call.binding.runtime.record_backward(backward.collectives, norm)
         if way.variant.mode == LOCAL:
             self.local_gradients(call, outputs)
@@ -278,7 +266,7 @@ class Calls:
         """The same over all ranks: by what `Participation` agreed on; without it everything may have, since a
         rank can't know of the others.
         """
-        total = _found(PARTICIPATION, backward, states)
+        total = state_of(PARTICIPATION, backward, states)
         if total is not None:
             return dict(zip(flags, map(bool, total.tolist()), strict=True))
         several = self.unit.group.size > 1 and bool(backward.collectives)
@@ -395,57 +383,3 @@ def emptied(args: list[Any]) -> list[Any]:
 def _deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add a gradient to one that the graph of this rank does not know, as autograd would: hooks run."""
     torch.autograd.backward([parameter], [gradient])
-
-
-@functools.cache
-def _truth(value: bool, device: torch.device) -> torch.Tensor:
-    return torch.tensor(value, device=device)
-
-
-def _found(
-    kind: str, backward: Backward, states: Sequence[torch.Tensor | None]
-) -> torch.Tensor | None:
-    """The state of a kind of which there is one at most."""
-    pairs = zip(backward.states, states, strict=True)
-    return next((state for spec, state in pairs if spec.kind == kind), None)
-
-
-_FAULTS = (FAULT_TABLE, FAULT_NEWS)
-
-
-def _forward_state(
-    spec: StateSpec, faults: dict[str, torch.Tensor], alarms: Alarms | None
-) -> torch.Tensor:
-    if spec.name in faults:
-        return faults[spec.name]
-    assert alarms is not None, "the forward is guarded"
-    return alarms.tensor(spec)
-
-
-def _state(spec: StateSpec, call: Call, way: Way, flags: dict[Any, bool]) -> torch.Tensor:
-    if spec.kind == PARTICIPATION:
-        return torch.tensor([float(flag) for flag in flags.values()], device=spec.device)
-    if spec.kind == BUFFER_STATE:
-        return call.tensor(spec.parameter).detach()
-    if spec.kind == WAITS_STATE:
-        return _truth(spec.parameter in way.pending, spec.device)
-    if spec.kind == PENDING_STATE:
-        pending = way.pending.get(spec.parameter)
-        if pending is None:
-            return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-        return pending.contiguous()
-    if spec.kind == NORM_STATE:
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-    if spec.kind == LIMIT_STATE:
-        assert call.binding.clipping is not None, "the graph clips"
-        return call.binding.clipping.limit_tensor(spec.device)
-    if spec.kind in (ALARM, REPLAYED):
-        assert call.binding.alarms is not None, "the graph is guarded"
-        return call.binding.alarms.tensor(spec)
-    if spec.kind in (SCALE_STATE, OVERFLOW_STATE):
-        scaler = call.binding.scaler
-        assert scaler is not None, "the graph has a loss scale"
-        return (scaler.scale_tensor if spec.kind == SCALE_STATE else scaler.overflow_tensor)(
-            spec.device
-        )
-    return STORE.get_for(spec, call.tensor)
