@@ -31,7 +31,7 @@ from bench.imports import untouched
 from bench.mutant_checks import checks_of
 from bench.mutant_report import TABLE, Outcome, keep, kept, report
 from bench.mutation_rules import by_rule, left_out
-from bench.mutations import PATHS, Mutant, by_hand, source_of
+from bench.mutations import PATHS, Mutant, by_hand, file_of, source_of
 
 SURVIVED = "SURVIVED"
 MOST_SURVIVE = 0.05
@@ -46,9 +46,12 @@ class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, mutant: Mutant) -> None:
         self._name, self._source = PATHS[mutant.module], mutant.source
+        self._file = str(file_of(mutant.module))
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        return importlib.util.spec_from_loader(fullname, self) if fullname == self._name else None
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._file, loader=self)
 
     def exec_module(self, module: Any) -> None:
         exec(compile(self._source, f"<mutant of {self._name}>", "exec"), module.__dict__)

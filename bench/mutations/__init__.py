@@ -96,8 +96,12 @@ class Mutant:
         return re.sub(r"^:\d+", "", self.name.removeprefix(self.module)).strip()
 
 
+def file_of(module: str) -> Path:
+    return ROOT / (PATHS[module].replace(".", "/") + ".py")
+
+
 def source_of(module: str) -> str:
-    return (ROOT / (PATHS[module].replace(".", "/") + ".py")).read_text()
+    return file_of(module).read_text()
 
 
 def by_hand(module: str) -> Iterator[Mutant]:
