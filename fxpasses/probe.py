@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpasses.dynamo import module_of
 from fxpasses.effects import is_collective
-from fxpasses.rewrite import Provenance, model_line
+from fxpasses.rewrite import Provenance, model_line, origin_of
 
 NAN, INF = "nan", "inf"
 
@@ -140,7 +140,7 @@ class Probe(fx.Interpreter):
         is_input = node.op == "placeholder"
         read = {node: value} if is_input else {n: self.env[n] for n in node.all_input_nodes}
         inputs = [_extremes(n, v) for n, v in read.items() if _is_floating(v)]
-        provenance = node.meta.get("provenance") or Provenance("", "")
+        provenance = origin_of(node)
         origin = self._origin(node, provenance)
         return Nonfinite(
             kind=kind,

@@ -47,6 +47,11 @@ def model_line(node: fx.Node) -> str:
     return f"{path.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')}"
 
 
+def origin_of(node: fx.Node) -> Provenance:
+    """What a pass noted of a node that it wrote; empty for one of the program."""
+    return node.meta.get("provenance", Provenance("", ""))
+
+
 class Listener(Protocol):
     """Who is asked about rewrites before they happen."""
 

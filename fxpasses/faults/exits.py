@@ -24,7 +24,7 @@ from fxpasses.faults.flow import Flow
 from fxpasses.faults.ways import Check
 from fxpasses.graph import ALARM, Role
 from fxpasses.precision import operator_name
-from fxpasses.rewrite import LOOPED, Provenance
+from fxpasses.rewrite import LOOPED, origin_of
 
 _PRODUCTS = ("check_products", "check_gradient_products")
 _SUMS, _GRADIENTS, _PAYLOADS = "check_sums", "check_gradients", "check_payloads"
@@ -129,7 +129,3 @@ def reads_node(reader: fx.Node) -> bool:
 
 def made_by(node: Any, names: Iterable[str]) -> bool:
     return isinstance(node, fx.Node) and origin_of(node).pass_name in names
-
-
-def origin_of(node: fx.Node) -> Provenance:
-    return node.meta.get("provenance", Provenance("", ""))

@@ -36,7 +36,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from fxpasses.faults.exits import CHECKS, Local, checks_of, made_by, origin_of, reads_node, unstruck
+from fxpasses.faults.exits import CHECKS, Local, checks_of, made_by, reads_node, unstruck
 from fxpasses.faults.flow import ENTRY, Flow, carries_tensor, flow_of
 from fxpasses.faults.sites import computes, operator_sites, payload_sites
 from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT
@@ -51,7 +51,7 @@ from fxpasses.graph import (
     TrainingGraph,
 )
 from fxpasses.precision import operator_name
-from fxpasses.rewrite import LOOPED, model_line
+from fxpasses.rewrite import LOOPED, model_line, origin_of
 
 _INJECTS = ("inject_forward", "inject", "inject_payload")
 _REPLAYS = ("replay_forward", "replay_backward")

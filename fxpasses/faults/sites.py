@@ -14,7 +14,7 @@ from fxpasses.faults.models import FORMS, check_dtype, drawn
 from fxpasses.faults.spec import FORWARD, GRADIENT, PAYLOAD, UPDATE, Fault
 from fxpasses.graph import TrainingGraph, ancestors
 from fxpasses.precision import CLEAR, class_of, modules_of, operator_name
-from fxpasses.rewrite import Provenance, model_line
+from fxpasses.rewrite import model_line, origin_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _site(node: fx.Node, phase: str, parameters: tuple[str, ...], modules: tuple
 
 def _origin(node: fx.Node) -> fx.Node:
     """The program's node that one which a pass wrote stands for."""
-    source = node.meta.get("provenance", Provenance("", "")).source
+    source = origin_of(node).source
     return next((n for n in node.graph.nodes if source and n.name == source), node)
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from fxpasses.effects import is_effectful, may_be_random
 from fxpasses.graph import TrainingGraph, subgraph_of
 from fxpasses.precision import calls_of, operator_name
-from fxpasses.rewrite import Provenance, model_line
+from fxpasses.rewrite import model_line, origin_of
 
 # Of what passes wrote about an operator of the region: checks of its result, faults that strike it. What is
 # about a gradient on its way (`Provenance.parameters`) happens behind the region.
@@ -79,7 +79,7 @@ def regions_of(graph: TrainingGraph, pattern: str, among: Collection[fx.Node]) -
 
 def is_check(node: fx.Node) -> bool:
     """Whether a guard that a region holds made it."""
-    return node.meta.get("provenance", Provenance("", "")).pass_name in CHECKS
+    return origin_of(node).pass_name in CHECKS
 
 
 def note_modules(graph: TrainingGraph) -> None:
@@ -105,7 +105,7 @@ def _attachable(graph: TrainingGraph) -> dict[str, list[fx.Node]]:
     """By the name of the node that they are about."""
     found: dict[str, list[fx.Node]] = {}
     for node in graph.walk():
-        origin = node.meta.get("provenance", Provenance("", ""))
+        origin = origin_of(node)
         is_fault = origin.pass_name in _FAULTS and not origin.parameters
         if is_check(node) or is_fault:
             found.setdefault(origin.source, []).append(node)

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import fx
 
 from fxpasses.effects import is_launch
 from fxpasses.graph import LIMIT_STATE, NORM_STATE, Gradient, StateSpec, TrainingGraph
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.clip_norm import ClipNorm
 from fxpasses.passes.gradient_sync import GradientSync
-from fxpasses.rewrite import Provenance, splice
+from fxpasses.rewrite import Provenance, origin_of, splice
 from fxpasses.spec import check as check_rules
 from fxpasses.testing.check import run_over, settings
 from fxpasses.testing.oracles import Run, run_pass
@@ -107,7 +106,7 @@ def clipping_by_bucket(examples: int) -> None:
         run = run_pass([bound] * environment["world"], graph, frozenset({"reduced"}), seed)
         check_rules(run.after, "clip_norm")
         clipped_as_promised(run)
-        products = [n for n in run.after.walk() if _rule(n) == "multiply"]
+        products = [n for n in run.after.walk() if origin_of(n).rule == "multiply"]
         parts = {frozenset(n.meta["provenance"].parameters) for n in products}
         assert parts == whole | single, f"multiplies {parts}, expected {whole} and {single}"
         if own:
@@ -137,10 +136,6 @@ def _replace(graph: TrainingGraph, gradients: list[Gradient]) -> None:
     nodes = [gradient.node for gradient in gradients]
     new = splice(graph, graph.output_node, squares, nodes, name="square", provenance=origin)
     graph.set_outputs({g.index: node for g, node in zip(gradients, new, strict=True)})
-
-
-def _rule(node: fx.Node) -> str:
-    return getattr(node.meta.get("provenance"), "rule", "")
 
 
 def as_torch_clips(examples: int) -> None:

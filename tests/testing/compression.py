@@ -14,7 +14,7 @@ from fxpasses.compression import Scheme, parse_rules
 from fxpasses.effects import is_launch, is_wait
 from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
-from fxpasses.rewrite import Provenance
+from fxpasses.rewrite import Provenance, origin_of
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.strategies import gradient_graphs
@@ -100,17 +100,15 @@ def _in_order(run: Run, launches: list[torch.fx.Node]) -> None:
     assert carried == [n.meta["bucket"].parameters for n in before]
     names = [n.name for n in run.after.graph.nodes]
     old = [n.name for n in run.before.graph.nodes]
-    views = {n.name for n in run.before.walk() if _rule(n) == "unflatten"}
+    views = {n.name for n in run.before.walk() if origin_of(n).rule == "unflatten"}
     for launch, bucket in zip(first, before, strict=True):
         behind = {n for n in old[old.index(bucket.name) + 1 :] if n in names}
         assert behind <= set(names[names.index(launch.name) + 1 :]), f"{launch.name} is late"
     computed = [names.index(n) for n in old if n in names and n not in views and n != "output"]
-    results = [n for n in run.after.walk() if is_wait(n) and _rule(n) in ("wait", "finish")]
+    results = [
+        n for n in run.after.walk() if is_wait(n) and origin_of(n).rule in ("wait", "finish")
+    ]
     assert results and min(names.index(n.name) for n in results) > max(computed)
-
-
-def _rule(node: torch.fx.Node) -> str:
-    return getattr(node.meta.get("provenance"), "rule", "")
 
 
 def _again(run: Run, fill: Callable[[str, torch.Tensor], torch.Tensor]) -> list[tuple[Any, ...]]:

@@ -33,7 +33,7 @@ from fxpasses.passes.overflow import Overflow
 from fxpasses.passes.participation import Participation
 from fxpasses.passes.running_stats import RunningStats
 from fxpasses.passes.settle_checks import SettleChecks
-from fxpasses.rewrite import Provenance, model_line, splice
+from fxpasses.rewrite import Provenance, model_line, origin_of, splice
 from fxpasses.spec import check as check_rules
 from fxpasses.testing.check import check_pass, run_over, settings
 from fxpasses.testing.oracles import Run, orders_agree
@@ -142,9 +142,7 @@ def _stand_right_behind(run: Run, flats: list[fx.Node]) -> None:
             assert order.index(flat.name) > latest, f"{flat.name!r} stands among the computation"
         between = own & set(order[latest + 1 : order.index(flat.name)])
         assert not between, f"{sorted(between)} stand between {flat.name!r} and its last gradient"
-    views = [
-        n for n in run.after.walk() if getattr(n.meta.get("provenance"), "rule", "") == "unflatten"
-    ]
+    views = [n for n in run.after.walk() if origin_of(n).rule == "unflatten"]
     last = max([order.index(name) for name in own], default=0)
     assert all(order.index(n.name) > last for n in views), "a view stands among the computation"
 
@@ -236,16 +234,12 @@ def _launched_early(run: Run, launches: list[fx.Node]) -> None:
 
 
 def _awaited_late(run: Run, waits: list[fx.Node]) -> None:
-    views = {
-        n.name
-        for n in run.after.walk()
-        if getattr(n.meta.get("provenance"), "rule", "") == "unflatten"
-    }
+    views = {n.name for n in run.after.walk() if origin_of(n).rule == "unflatten"}
     order = [n.name for n in run.after.walk()]
     own = [
         order.index(n.name)
         for n in run.after.walk()
-        if n.name not in views and getattr(n.meta.get("provenance"), "rule", "") != "finish"
+        if n.name not in views and origin_of(n).rule != "finish"
     ]
     if waits:
         assert order.index(waits[0].name) > max(own), "a wait stands before a computation"
