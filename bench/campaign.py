@@ -26,6 +26,7 @@ from torch import nn
 from fxpasses.owners import runtime
 
 VALUE = 1e4
+FAULT = f"scale{{where=forward,op=convolution,factor={VALUE},step=none}}"
 TURN = 20  # injections
 Inject = Callable[[int, int], torch.Tensor]  # at an element of a convolution's result
 
@@ -76,8 +77,7 @@ def shapes(model: nn.Module, x: torch.Tensor) -> list[torch.Size]:
 
 
 def ours(model: nn.Module, x: torch.Tensor, backend: str) -> Inject:
-    fault = f"scale{{where=forward,op=convolution,factor={VALUE},step=none}}"
-    compiled = torch.compile(model, backend=backend, options={"faults": fault})
+    compiled = torch.compile(model, backend=backend, options={"faults": FAULT})
     compiled(x)
     faults = runtime(model).faults
     assert faults is not None
@@ -197,10 +197,9 @@ def overhead(name: str, args: argparse.Namespace) -> None:
     """Of the option, while no fault is armed."""
     x = torch.randn(1, 3, 32, 32)
     model = model_of(name)
-    fault = f"scale{{where=forward,op=convolution,factor={VALUE},step=none}}"
     calls = {
         "off": torch.compile(model_of(name), backend=args.backend),
-        "disarmed": torch.compile(model, backend=args.backend, options={"faults": fault}),
+        "disarmed": torch.compile(model, backend=args.backend, options={"faults": FAULT}),
     }
     seconds: dict[str, list[float]] = {key: [] for key in calls}
     for _ in range(args.injections + 3):

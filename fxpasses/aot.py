@@ -117,8 +117,8 @@ def annotate_backward(module: fx.GraphModule, joint: fx.GraphModule, forward_out
 
 def _add_value(node: fx.Node) -> None:
     """The partitioner gives none to an operator that draws the forward's random numbers again."""
-    args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
-    kwargs: Any = fx.map_arg(node.kwargs, lambda n: n.meta["val"])
+    values: Any = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = values
     kwargs = {key: value for key, value in kwargs.items() if key != "rng_state"}
     while not isinstance(args[0], torch._ops.OpOverload):
         args = args[1:]  # the state

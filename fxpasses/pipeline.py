@@ -239,9 +239,7 @@ def _default(hardening: Hardening, world: int) -> str:
         *(("check_sums", "check_gradients") if guards.gradients else ()),
         *(("check_values",) if guards.values else ()),  # at their own scale
         *backward,  # on what each rank has made, at its own scale
-        *(
-            ("replay_backward",) if guards.region else ()
-        ),  # with its faults, before gradients are sent
+        *(("replay_backward",) if guards.region else ()),  # with its faults, before they are sent
         *((*_SYNCHRONISE, exchange) if world > 1 else ()),
         *(("check_payloads",) if world > 1 and guards.payloads else ()),
         *(("settle_checks",) if world > 1 and guards.gradients else ()),  # behind what is launched

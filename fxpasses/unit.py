@@ -292,11 +292,8 @@ class Unit:
             InjectUpdate(self.hardening.faults).run(graph)
             self.updates_parameters = bool(written_parameters(graph))
         collectives, events = planned_collectives(graph), events_of(graph.graph)
-        places, alarm_places, modules = (
-            places_of(graph),
-            places_of_alarms(graph),
-            checked_modules(graph),
-        )
+        places, alarm_places = places_of(graph), places_of_alarms(graph)
+        modules = checked_modules(graph)
         states = _lower_state(graph, step is None)
         return Backward(module, states, collectives, events, places, alarm_places, modules)
 

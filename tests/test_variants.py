@@ -60,7 +60,7 @@ def union_of(*names: str) -> Union:
 
 def prepared(graph: TrainingGraph, variant: Variant) -> TrainingGraph:
     """A copy of the graph as this variant; the rules hold for it."""
-    made = TrainingGraph(copy.deepcopy(graph.module))
+    made = graph.copy()
     prepare(made, variant)
     spec.check(made, "prepare")
     return made
@@ -249,7 +249,7 @@ def waits(graph: TrainingGraph, rank: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_the_ranks_receive_the_reduced_total(fake_world, bucket_mb, reduce):
     plain = backward_of(Zoo(), Zoo.example())
-    graph = TrainingGraph(copy.deepcopy(plain.module))
+    graph = plain.copy()
     reports = reduced(graph, Variant(TOTAL), fake_world, bucket_mb=bucket_mb, reduce=reduce)
     inputs = [random_inputs(plain, seed=rank) for rank in range(WORLD)]
     pendings = [waits(graph, rank) for rank in range(WORLD)]

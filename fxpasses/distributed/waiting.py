@@ -27,7 +27,7 @@ _TICK_S = 1.0
 _LONG_S = 1.0  # from here on the other ranks are told of a wait
 _STORE_S = 5.0  # for the store to answer
 _LEAVE_S = (
-    15.0  # for a call of the store to end when the interpreter goes: names are looked up for 10 s
+    15.0  # for a call of the store to end as the interpreter goes; names are looked up for 10 s
 )
 _ABOUT_RANKS = re.compile(r"gloo|nccl|timed? ?out|connection|peer|socket|store", re.IGNORECASE)
 

@@ -99,7 +99,6 @@ class Faults:
     """
 
     def __init__(self, text: str, rank: int) -> None:
-        self.text = text
         self.faults = parse_faults(text)
         self.rank = rank
         self.step = 0

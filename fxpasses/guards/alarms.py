@@ -110,7 +110,6 @@ class Alarms:
     """
 
     def __init__(self, text: str, group: Group) -> None:
-        self.text = text
         self.group = group
         self.guards: Guards = parse_guards(text)
         self.events: list[Alarm] = []
@@ -127,7 +126,7 @@ class Alarms:
             self._tensors[key] = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         return self._tensors[key]
 
-    def learn(self, places: dict[int, str], modules: frozenset[str] = frozenset()) -> None:
+    def learn(self, places: dict[int, str], modules: frozenset[str]) -> None:
         """Take in what a graph can have alarms about, and of which modules it checks something."""
         self._places.update(places)
         self._modules |= modules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import pytest
@@ -80,7 +79,7 @@ def test_a_graph_that_sends_nothing_stays_as_it_is():
 
 def test_results_stay_bitwise_the_same():
     graph = traced(4, "int8")
-    moved = TrainingGraph(copy.deepcopy(graph.module))
+    moved = graph.copy()
     assert checked(moved, Scheduling(machine=SLOW, world=4))[0].report.changed
     generator = torch.Generator().manual_seed(0)
     inputs = [

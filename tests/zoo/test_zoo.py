@@ -6,7 +6,6 @@ An option joins the matrix by a row in `OPTIONS` or `FEW_OPTIONS`, an architectu
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 from collections.abc import Iterator
@@ -107,7 +106,7 @@ def after_default_passes(entry: Entry, group: str, bucket_mb: float) -> Training
     pipeline = build(Hardening(bucket_mb=bucket_mb), group, WORLD, rank=0)
     captured = captured_loss(entry)[1]
     for stage in STAGES:
-        graph = TrainingGraph(copy.deepcopy(getattr(captured, stage).module))
+        graph = getattr(captured, stage).copy()
         pipeline.run(stage, graph, [CheckRules()])
     return graph
 
@@ -173,7 +172,7 @@ def test_what_further_options_send(fake_world, name, options, row):
     captured = captured_loss(ZOO[name])[1]
     pipeline = build(Hardening(**options), fake_world, WORLD, rank=0)
     for stage in STAGES:
-        graph = TrainingGraph(copy.deepcopy(getattr(captured, stage).module))
+        graph = getattr(captured, stage).copy()
         pipeline.run(stage, graph, [CheckRules()])
     reducing = [n for n in graph.walk() if is_launch(n) and n.meta.get("reduces")]
     carried = {n.meta["provenance"].parameters for n in reducing}
