@@ -280,8 +280,17 @@ class TrainingGraph:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> bool:
-    """See `TrainingGraph.eliminate_dead_code`."""
-    return graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output") or is_effectful(n))
+    """See `TrainingGraph.eliminate_dead_code`. Subgraphs too, where torch's own drops marked effects."""
+    changed = False
+    for node in reversed(graph.nodes):
+        inner = subgraph_of(node)
+        if node.op not in ("placeholder", "output") and not node.users and not is_effectful(node):
+            graph.erase_node(node)
+            changed = True
+        elif inner is not None and eliminate_dead_code(inner.graph):
+            inner.recompile()
+            changed = True
+    return changed
 
 
 def empty_like(module: fx.GraphModule) -> fx.GraphModule:

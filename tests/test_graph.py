@@ -198,6 +198,22 @@ def test_case_39_effects_survive_dead_code_elimination(fake_world):
     assert {fault, launch} <= set(graph.graph.nodes)
 
 
+def test_effects_in_a_subgraph_survive():
+    branch = doubled((3,))
+    fault, dead = (
+        add_call(branch, torch.ops.aten.neg.default, first_tangent(branch)) for _ in range(2)
+    )
+    fault.meta["effect"] = "fault"
+    graph = doubled((3,))
+    graph.module.add_module("branch", branch.module)
+    with graph.graph.inserting_before(graph.output_node):
+        name = graph.graph.get_attr("branch")
+        name.meta["effect"] = "is called"
+    assert graph.eliminate_dead_code()
+    assert fault in branch.graph.nodes and dead not in branch.graph.nodes
+    assert not graph.eliminate_dead_code()
+
+
 def test_what_an_effect_reads_survives_with_it(fake_world):
     graph = doubled((3,))
     payload = add_call(graph, torch.ops.aten.neg.default, first_tangent(graph))

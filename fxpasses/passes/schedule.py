@@ -127,18 +127,23 @@ def held_back(program: Program, order: Sequence[int], memory_cap: int) -> list[i
 
 
 def reorder(graph: TrainingGraph, program: Program, order: Sequence[int]) -> None:
-    """Let the nodes of tasks stand in the order of the tasks; what belongs to none goes with the next one."""
+    """Let the nodes of tasks stand in the order of the tasks. A view, which belongs to none, goes with the task
+    behind it; where what it reads is not there yet, it stands in front of what reads it.
+    """
     task_of = {node: i for i, work in enumerate(program.works) for node in work.nodes}
     following: dict[int, list[fx.Node]] = {i: [] for i in (*order, len(order))}
     task = len(order)
-    for node in reversed(graph.graph.nodes):
-        if node.op not in ("placeholder", "output"):
-            task = task_of.get(node, task)
-            following[task].append(node)
+    inside = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    for node in reversed(inside):
+        task = task_of.get(node, task)
+        following[task].append(node)
     placed: set[fx.Node] = {node for node in graph.graph.nodes if node.op == "placeholder"}
-    for i in (*order, len(order)):
+    for i in order:
         for node in reversed(following[i]):
-            _place(graph, node, placed)
+            if node in task_of or placed.issuperset(node.all_input_nodes):
+                _place(graph, node, placed)
+    for node in inside:
+        _place(graph, node, placed)
 
 
 def _place(graph: TrainingGraph, node: fx.Node, placed: set[fx.Node]) -> None:

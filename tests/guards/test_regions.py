@@ -16,7 +16,9 @@ from fxpasses.guards.regions import regions_of
 from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.replay import ReplayBackward, ReplayForward
 from fxpasses.testing import capture, programs
+from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
 from tests.graphs import checked, execute, mlp, nodes_with, random_inputs
+from tests.testing.regions import REGIONS, Modular
 
 GUARDS = "products on=recompute region={}"
 
@@ -146,6 +148,24 @@ def test_a_result_depends_on_what_it_is_computed_from():
     replayed(graph, ReplayBackward, "backward", "both")
     assert len(nodes_with(graph, LOOP)) == 1
     assert flagged_outputs(graph, tangents_reaching(graph)) == before
+
+
+def test_a_fault_on_what_nobody_reads_stays_in_the_loop():
+    drawn = Modular(
+        GradientGraph(
+            tangents=(Leaf((3, 3)),),
+            saved=(Leaf((3, 3)),),
+            steps=(Step("product", 0, 1), Step("sum", 2), Step("neg", 3)),
+            gradients=(2,),
+        ),
+        (4,),
+    )
+    graph = drawn.build()
+    REGIONS.run(graph)
+    faults = [n for n in graph.walk_deep() if "effect" in n.meta]
+    assert len(faults) == 2
+    graph.eliminate_dead_code()
+    assert [n for n in graph.walk_deep() if "effect" in n.meta] == faults
 
 
 class Drawn(nn.Module):

@@ -43,6 +43,7 @@ SCHEMES = st.sampled_from(("int8", "int8", "int4", "bf16", "topk:ratio=0.3", "no
 
 _PRODUCTS = tuple(Step("product", at, 1) for at in (0, 2, 3, 4))
 _TWO_BUCKETS = GradientGraph((Leaf((8, 8)),), _PRODUCTS, (2, 4), (Leaf((8, 8)),))
+_TWO_DTYPES = GradientGraph((Leaf((2, 3)), Leaf((2, 3), "bfloat16")), gradients=(0, 1))
 
 
 def schedules(examples: int) -> None:
@@ -63,6 +64,8 @@ def schedules(examples: int) -> None:
     )
     # A program does not wait for room as its plan does: it held two buckets where there was room for one.
     @example(_TWO_BUCKETS, 3, "bf16", 1e-9, "", 0.8, False, 0)
+    # Views of one bucket's result stood with the task behind them, and brought what they read with them.
+    @example(_TWO_DTYPES, 3, "int8", 1e-9, f"bandwidth=1e7;flops=1e8;{_SMALL}", 1.0, False, 0)
     def search(
         source: GradientGraph,
         world: int,
