@@ -14,6 +14,7 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
     from tests.testing import (
         cast_graphs,
         clipping,
+        exchanges,
         ordering,
         readers,
         refusals,
@@ -45,6 +46,10 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         *searches(p.overlap_changes_nothing, readers.readers_of_buckets),
     ]
     compressed = holds(*(name for name in p.OWN if name.startswith("compress_")))
+    exchanged = searches(
+        exchanges.exchanges_as_promised, exchanges.seeds_differ, exchanges.bounds_are_reached
+    )
+    sent = [*exchanged, *holds("compress_int4")]
     clipped = searches(clipping.clipping_by_bucket)
     drawn: dict[str, list[Drawn]] = {
         "bucketing": [
@@ -62,8 +67,9 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         "loss_scale": holds("loss_scale"),
         "overflow": [*holds("overflow"), *searches(scaling.overflow_of_buckets)],
         "clip_norm": [*holds("clip_norm"), *clipped, *searches(clipping.as_torch_clips)],
-        **dict.fromkeys(("compress", "exchange", "codecs", "feedback"), compressed),
-        "powersgd": holds("compress_powersgd", "compress_powersgd_forgetful"),
+        "compress": compressed,
+        **dict.fromkeys(("exchange", "codecs", "feedback"), sent),
+        "powersgd": [*exchanged, *holds("compress_powersgd")],
         "rewrite": [*searches(p.splice_inlines), *holds("bucketing")],
         "schedule": searches(scheduling.schedules),
         "tasks": often(tasks.tasks_as_promised),

@@ -9,4 +9,15 @@ WRITTEN = (
         "for name, shape in self.parameters[:1])",
     ),
 )
+_OTHER_SEEDS = "other seeds, of which no two are the same either"
 EQUIVALENT: dict[str, str] = {}
+KNOWN = {
+    "operator: (olds[-1] * self.codec.world + self.codec.rank) * 2 ** 20 + (2 * self. "
+    "-> (olds[-1] * self.codec.world + self.codec.rank) * 2 ** 20 - (2 * self.": _OTHER_SEEDS,
+    "operator: olds[-1] * self.codec.world + self.codec.rank "
+    "-> olds[-1] * self.codec.world - self.codec.rank": _OTHER_SEEDS,
+    "constant: 2 -> 3, in 2 ** 20": _OTHER_SEEDS,
+    "constant: 20 -> 21, in 2 ** 20": _OTHER_SEEDS,
+    "operator: 2 * self.index + leg -> 2 * self.index - leg": _OTHER_SEEDS,
+    "constant: 2 -> 3, in 2 * self.index": _OTHER_SEEDS,
+}

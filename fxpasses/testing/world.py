@@ -102,7 +102,7 @@ class World:
                 where = f"collective {len(self.launches)}"
                 raise WorldError("\n".join([f"{where}: the ranks launch different things", *rows]))
             self.launches.append(launches)
-            for rank, value in zip(self.ranks, _carry_out(launches), strict=True):
+            for rank, value in zip(self.ranks, carry_out(launches), strict=True):
                 rank.receive(value)
 
 
@@ -180,7 +180,7 @@ class _Rank(fx.Interpreter):
         return Launch(target._opname, payload.clone(), frozen, node.name, reduces)
 
 
-def _carry_out(launches: Sequence[Launch]) -> list[torch.Tensor]:
+def carry_out(launches: Sequence[Launch]) -> list[torch.Tensor]:
     """What each rank receives; tensors of its own, since ranks share no memory."""
     first = launches[0]
     payloads = [launch.payload for launch in launches]

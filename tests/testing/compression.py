@@ -77,12 +77,12 @@ def compressed_as_promised(run: Run) -> None:
         assert origin.rule in RULES | {"finish"}, origin.rule
     if any(n.meta["provenance"].rule == "encode" for n in new) and scheme.scheme != "powersgd":
         states = {role.name.partition("/")[0] for _, _, role in graph.outputs("state")}
-        assert states & FEEDBACK == _states(scheme)
+        assert states & FEEDBACK == states_of(scheme)
     _in_order(run, launches)
     _kept(run, scheme)
 
 
-def _states(scheme: Scheme) -> set[str]:
+def states_of(scheme: Scheme) -> set[str]:
     """What has to be kept from step to step so that nothing is lost."""
     if scheme.scheme in ("bf16", "fp16") or not scheme.feedback:
         return set()
@@ -193,7 +193,7 @@ def thin_matrices(run: Run) -> None:
     scale = run.world if current.reduce == "sum" else 1
     states = {role.name.partition("/")[0] for _, _, role in run.after.outputs("state")}
     shapes = {g.parameter: tuple(g.node.meta["val"].shape) for g in run.before.gradients()}
-    thin = {name for name, shape in shapes.items() if _is_thin(shape, scheme.rank)}
+    thin = {name for name, shape in shapes.items() if is_thin(shape, scheme.rank)}
     assert ("subspace" in states) == bool(thin)
     assert ("residual" in states) == bool(thin and scheme.feedback)
     _small_leave_nothing(run, thin)
@@ -202,7 +202,7 @@ def thin_matrices(run: Run) -> None:
     for gradient in run.before.gradients():
         exact = torch.stack([row[gradient.index].double() for row in before]).mean(0) * scale
         found = after[0][gradient.index].double()
-        if not _is_thin(tuple(exact.shape), scheme.rank):
+        if not is_thin(tuple(exact.shape), scheme.rank):
             if current.dtype is None:  # else a bucket of nothing but these may be rounded
                 torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6 * scale)
             continue
@@ -256,7 +256,7 @@ def _small_leave_nothing(run: Run, thin: set[str]) -> None:
                     assert name in thin or not rest.any(), f"{name} arrived and is kept as well"
 
 
-def _is_thin(shape: tuple[int, ...], rank: int) -> bool:
+def is_thin(shape: tuple[int, ...], rank: int) -> bool:
     if len(shape) < 2:
         return False
     columns = math.prod(shape[1:])

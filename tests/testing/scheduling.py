@@ -36,6 +36,7 @@ MACHINES = st.sampled_from(
         f"bandwidth=10000000.0;flops=100000000.0;{_SMALL}",
         f"bandwidth=3000000.0;flops=30000000.0;{_SMALL}",
         f"bandwidth=1000000.0;operator_s=0.0001;{_SMALL}",
+        f"bandwidth=3000000.0;flops=100000000.0;host_s=1e-07;{_SMALL}",
         "",
     )
 )
@@ -114,14 +115,18 @@ def schedules(examples: int) -> None:
 
 @st.composite
 def layers(draw: st.DrawFn) -> GradientGraph:
-    """Backwards as they usually are: products one behind the other, each with a gradient of its own."""
+    """Backwards as they usually are: products one behind the other, each with a gradient of its own, which
+    may be a view that the next one reads as well.
+    """
     size, count = draw(st.sampled_from((16, 16, 8))), draw(st.integers(2, 4))
     steps: list[Step] = []
     at = 0  # of the tangent that has come so far
     gradients: list[int] = []
     for _ in range(count):
-        gradients.append(2 + len(steps))
         steps.append(Step("product", at, 1))
+        if draw(st.booleans()):
+            steps.append(Step("transpose", 1 + len(steps)))
+        gradients.append(1 + len(steps))
         at = 2 + len(steps)
         steps.append(Step(draw(st.sampled_from(("product", "relu", "double"))), at - 1, 1))
     square = Leaf((size, size))

@@ -6,6 +6,7 @@ from fxpasses.testing.check import count_of_examples
 from tests.testing import (
     cast_graphs,
     clipping,
+    exchanges,
     ordering,
     properties,
     readers,
@@ -47,6 +48,9 @@ def test_pass(name):
         scaling.overflow_of_buckets,
         clipping.clipping_by_bucket,
         clipping.as_torch_clips,
+        exchanges.exchanges_as_promised,
+        exchanges.seeds_differ,
+        exchanges.bounds_are_reached,
         readers.readers_of_buckets,
         refusals.wrong_options,
         scheduling.schedules,
