@@ -24,6 +24,7 @@ WRITTEN = (
     ("each resource twice", "now += step", "now += 2 * step"),
 )
 _NEVER_EXACTLY = "no number that is drawn is exactly that"
+_SHORTER_TAIL = "what has ended and stays a moment has the shorter tail, and so does not count"
 EQUIVALENT: dict[str, str] = {
     "constant: 1 -> 2, in left[i] = -1": "any number below 0 says that a task has its place",
     "constant: 1 -> 2, in end = -1": "any number below 0 is no task's",
@@ -31,4 +32,30 @@ EQUIVALENT: dict[str, str] = {
     "comparison: dice.random() < _CRITICAL -> dice.random() <= _CRITICAL": _NEVER_EXACTLY,
     "comparison: dice.random() < math.exp(-worse / temperature) "
     "-> dice.random() <= math.exp(-worse / temperature)": _NEVER_EXACTLY,
+    "operator: left[i] <= 0 or step == 0.0 -> left[i] <= 0 and step == 0.0": _SHORTER_TAIL,
+    "comparison: left[i] <= 0 -> left[i] < 0": _SHORTER_TAIL,
+    "constant: 1 -> 2, in last.get(resource, -1)": "any number below 0 says that there is none",
+}
+_ANOTHER_SEARCH = "another search, which comes as close on what is drawn"
+_NO_TIME = "where nothing takes any time, it does not matter when it stands"
+_TO_BEGIN_WITH = "an order to begin with: where there is room is settled behind it"
+KNOWN = {
+    "constant: 0 -> 1, in [0]": "each place is written before it is read",
+    "comparison: tried.makespan <= schedule.makespan * (1 + 1e-12) "
+    "-> tried.makespan < schedule.makespan * (1 + 1e-12)": _NO_TIME,
+    "branch: tasks[j].memory if left[j] == 0 else 0 -> tasks[j].memory": _TO_BEGIN_WITH,
+    "constant: 0 -> 1, in tasks[j].memory if left[j] == 0 else 0": _TO_BEGIN_WITH,
+    "operator: _WARMTH * best.makespan * (1 - _CYCLES * step / rounds % 1) ** 2 "
+    "-> _WARMTH * best.makespan + (1 - _CYCLES * step / rounds % 1) ** 2": _ANOTHER_SEARCH,
+    "constant: 2 -> 3, in (1 - _CYCLES * step / rounds % 1) ** 2": _ANOTHER_SEARCH,
+    "constant: 0 -> 1, in worse <= 0": _ANOTHER_SEARCH,
+    "operator: -worse / temperature -> -worse * temperature": _ANOTHER_SEARCH,
+    "comparison: current.makespan < best.makespan "
+    "-> current.makespan <= best.makespan": _ANOTHER_SEARCH,
+    "constant: 3 -> 4, in dice.randrange(3)": _ANOTHER_SEARCH,
+    "condition: if way == 0: priority = [0.0] * len(tasks) for place, i in enumerate(o "
+    "-> if False: priority = [0.0] * len(tasks) for place, i in enumerate(orde": _ANOTHER_SEARCH,
+    "constant: 0 -> 1, in way == 0": _ANOTHER_SEARCH,
+    "branch: order if way == 1 else queued(tasks, order).order "
+    "-> queued(tasks, order).order": _ANOTHER_SEARCH,
 }
