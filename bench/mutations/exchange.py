@@ -10,7 +10,13 @@ WRITTEN = (
     ),
 )
 _OTHER_SEEDS = "other seeds, of which no two are the same either"
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "constant: 1 -> 2, in :1": "of what is decoded all elements are finite, or none",
+    "condition: if lost is not None: lost = self.codec.residual(lost, kept['lost_as_ow "
+    "-> if True: lost = self.codec.residual(lost, kept['lost_as_owner'])": (
+        "where nothing is kept there is nothing to add to"
+    ),
+}
 KNOWN = {
     "operator: (olds[-1] * self.codec.world + self.codec.rank) * 2 ** 20 + (2 * self. "
     "-> (olds[-1] * self.codec.world + self.codec.rank) * 2 ** 20 - (2 * self.": _OTHER_SEEDS,
