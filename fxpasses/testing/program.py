@@ -94,7 +94,9 @@ class Program:
         return any(layer.kind == "embedding" for layer in self.layers)
 
 
-@functools.lru_cache(maxsize=256)
+# Every pass is shown the same programs, one for each 25 of 10,000 graphs: fewer places than programs and none
+# would be found again. Each takes about a megabyte.
+@functools.lru_cache(maxsize=512)
 def _captured(program: Program) -> Captured:
     torch._dynamo.reset()
     model, inputs = program.build()

@@ -1,5 +1,8 @@
 """Our passes on graphs that nobody wrote by hand. `make fuzz` runs these with 10,000 examples each."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from fxpasses.testing.check import count_of_examples
@@ -20,6 +23,15 @@ from tests.testing import (
 )
 
 FEW = count_of_examples(30)
+
+
+@pytest.fixture(autouse=True)
+def collects_what_is_new() -> Iterator[None]:
+    """Graphs are full of cycles; what is there before a test, programs above all, is not searched for them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.timeout(0)

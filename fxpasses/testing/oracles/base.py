@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpasses.graph import StateSpec, TrainingGraph
@@ -21,10 +22,19 @@ class OracleFailure(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A graph on all ranks: what each returned, and which collectives were carried out."""
+    """A graph on all ranks.
+
+    Attributes:
+        results: what each rank returned.
+        launches: the collectives that were carried out (`launches[i][rank]`).
+        given: copies of the first rank's inputs, as they were when it began.
+        inputs: these inputs, as it left them.
+    """
 
     results: list[tuple[Any, ...]]
     launches: list[list[Launch]]
+    given: list[Any]
+    inputs: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +77,16 @@ class Run:
     def traced_after(self) -> Trace:
         return trace(self.afters, self.seed)
 
+    @functools.cached_property
+    def lean_before(self) -> TrainingGraph:
+        """`before` without dead code."""
+        return lean(self.before)
+
+    @functools.cached_property
+    def lean_after(self) -> TrainingGraph:
+        """`after` without dead code."""
+        return lean(self.after)
+
     def again(self) -> Run:
         """The run of the same pass over what it made."""
         return run_pass(self.passes, self.after, self.provided, self.seed, separate=1)
@@ -103,11 +123,19 @@ def run_pass(
 def trace(graphs: Sequence[TrainingGraph], seed: int) -> Trace:
     """Run graphs, one for each rank, on random inputs."""
     inputs = [random_inputs(graph, seed * 97 + rank) for rank, graph in enumerate(graphs)]
+    given = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs[0]]
     world = World(graphs, inputs)
     try:
-        return Trace(world.run(), world.launches)
+        return Trace(world.run(), world.launches, given, inputs[0])
     except WorldError as error:
         raise OracleFailure(f"oracle 'lock_step': {error}") from error
+
+
+def lean(graph: TrainingGraph) -> TrainingGraph:
+    """A copy without dead code."""
+    copy = graph.copy()
+    copy.eliminate_dead_code()
+    return copy
 
 
 def fail(oracle: str, run: Run, what: str, node: fx.Node | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from fxpasses.dump.folder import Dump
 from fxpasses.effects import is_effectful
 from fxpasses.graph import TrainingGraph, ancestors
 from fxpasses.pipeline import Done
-from fxpasses.testing.oracles.base import Run, fail, structure, trace
+from fxpasses.testing.oracles.base import Run, Trace, fail, lean, structure, trace
 from fxpasses.testing.oracles.numerics import bitwise
-from fxpasses.testing.values import random_inputs
 
 
 def effects_survive(run: Run) -> None:
@@ -29,14 +27,11 @@ def effects_survive(run: Run) -> None:
     for target in set(before):
         if after.count(target) < before.count(target):
             fail("effects_survive", run, f"a call of {target} is gone")
-    leans = [graph.copy() for graph in run.afters]
-    for lean in leans:
-        lean.eliminate_dead_code()
-    if [str(n.target) for n in leans[0].walk_deep() if is_effectful(n)] != after:
+    if [str(n.target) for n in run.lean_after.walk_deep() if is_effectful(n)] != after:
         fail("effects_survive", run, "eliminating dead code drops or moves effects")
-    if len(leans[0].graph.nodes) == len(run.after.graph.nodes):
+    if len(run.lean_after.graph.nodes) == len(run.after.graph.nodes):
         return
-    lean_trace = trace(leans, run.seed)
+    lean_trace = trace([run.lean_after, *map(lean, run.afters[1:])], run.seed)
     if not _same(lean_trace.results[0], run.traced_after.results[0]):
         fail("effects_survive", run, "eliminating dead code changes results")
 
@@ -45,18 +40,16 @@ def no_dead_code(run: Run) -> None:
     """A pass leaves nothing behind that nobody needs: of its own, or because it took the last use away. What
     it does for code that was dead before goes with that.
     """
-    idle_before = _idle(run.before)
+    idle_before = _gone(run.before, run.lean_before)
     excused = ancestors(n for n in run.after.walk() if n.name in idle_before)
-    idle = _idle(run.after)
+    idle = _gone(run.after, run.lean_after)
     for node in run.after.walk():
         if node.name in idle and node not in excused:
             fail("no_dead_code", run, "is left and nothing uses it", node)
 
 
-def _idle(graph: TrainingGraph) -> set[str]:
-    lean = graph.copy()
-    lean.eliminate_dead_code()
-    return {n.name for n in graph.walk()} - {n.name for n in lean.walk()}
+def _gone(graph: TrainingGraph, kept: TrainingGraph) -> set[str]:
+    return {n.name for n in graph.walk()} - {n.name for n in kept.walk()}
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
@@ -131,8 +124,8 @@ def memory_kept(run: Run) -> None:
     and outputs share memory with each other, or with an input, only if they did before. Gradients, and what
     a pass may change, need not share it any longer.
     """
-    was_written, was_shared = _memory([run.before] * run.world, run.seed)
-    now_written, now_shared = _memory(run.afters, run.seed)
+    was_written, was_shared = _memory(run.before, run.traced_before)
+    now_written, now_shared = _memory(run.after, run.traced_after)
     if was_written != now_written:
         fail(
             "memory_kept", run, f"writes inputs {sorted(now_written)}, before {sorted(was_written)}"
@@ -153,18 +146,13 @@ def memory_kept(run: Run) -> None:
 
 
 def _memory(
-    graphs: Sequence[TrainingGraph], seed: int
+    graph: TrainingGraph, traced: Trace
 ) -> tuple[set[str], set[frozenset[tuple[str, Any]]]]:
     """Names of inputs that the first rank's run writes, and pairs of inputs and outputs that share memory."""
-    from fxpasses.testing.world import World
-
-    graph, rows = graphs[0], [random_inputs(each, seed) for each in graphs]
-    inputs = rows[0]
-    kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs]
-    results = World(graphs, rows).run()[0]
+    inputs, results = traced.inputs, traced.results[0]
     written = {
         role.name
-        for (_, role), old, new in zip(graph.inputs(), kept, inputs, strict=True)
+        for (_, role), old, new in zip(graph.inputs(), traced.given, inputs, strict=True)
         if not bitwise(old, new)
     }
     named: list[tuple[tuple[str, Any], Any]] = [
