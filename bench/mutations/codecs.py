@@ -19,13 +19,18 @@ WRITTEN = (
         "quantise(flat, residual * 0, seed, *self.layout.fields)",
     ),
 )
+_NOBODY_READS = "nobody reads what is lost where nothing is kept"
 EQUIVALENT: dict[str, str] = {
     "branch: scheme.second_bits if scheme.scheme == 'int4' else scheme.bits -> scheme.second_bits": (
         "int8 can't be told another number than 8"
     ),
+    "arguments: torch.ops.fxpasses.topk_encode(flat, old, *self.layout.fields) "
+    "-> torch.ops.fxpasses.topk_encode(old, flat, *self.layout.fields)": "it encodes their sum",
+    "branch: lost if feedback else None -> lost": _NOBODY_READS,
 }
 _NOT_SO_NEAR = "nothing that is drawn comes so near to the bound"
 KNOWN = {
+    "branch: None if residual is None else new -> new": _NOBODY_READS,
     "operator: 1 + 2.0 ** (-7) + 2.0 ** (-15) -> 1 + 2.0 ** (-7) - 2.0 ** (-15)": _NOT_SO_NEAR,
     "constant: 15 -> 16, in 2.0 ** (-15)": _NOT_SO_NEAR,
 }

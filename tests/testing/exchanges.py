@@ -47,17 +47,19 @@ Values = dict[str, torch.Tensor]  # by kind of state
 
 
 class _Wire(TorchDispatchMode):
-    """Notes the collective that is launched, and the seeds of what is rounded at random."""
+    """Notes the collective that is launched; of what is rounded the seeds, and whether errors are kept."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []
         self.seeds: list[torch.Tensor | None] = []
+        self.residuals: list[torch.Tensor | None] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func._opname in ("quantise", "requantise"):
+            self.residuals.append(args[1])
             self.seeds.append(args[2])
         if func.namespace != COLLECTIVE_NAMESPACE:
             return func(*args, **kwargs or {})
@@ -76,7 +78,7 @@ class Exchanged:
         olds, news: states of each rank.
         means: [ranks, n], what each rank decoded.
         launches: of each leg, by rank.
-        seeds: by rank, of everything that was rounded.
+        seeds, residuals: by rank, of everything that was rounded.
     """
 
     scheme: Scheme
@@ -88,6 +90,7 @@ class Exchanged:
     news: Sequence[Values]
     launches: Sequence[Sequence[Launch]]
     seeds: Sequence[Sequence[torch.Tensor | None]]
+    residuals: Sequence[Sequence[torch.Tensor | None]]
 
     @property
     def world(self) -> int:
@@ -242,6 +245,7 @@ def exchange(
         [dict(zip(kinds, new, strict=True)) for _, new in ends],
         list(zip(*(rank.wire.launches for rank in ranks), strict=True)),
         [rank.wire.seeds for rank in ranks],
+        [rank.wire.residuals for rank in ranks],
     )
 
 
@@ -381,8 +385,10 @@ def _sent(done: Exchanged) -> None:
         assert names == ["all_gather_into_tensor"] and sizes == expected[:1]
     else:
         assert names == ["all_to_all_single", "all_gather_into_tensor"] and sizes == expected
-    rounded = [seed for row in done.seeds for seed in row if seed is not None]
-    assert bool(rounded) == scheme.stochastic
+    is_random = {seed is not None for row in done.seeds for seed in row}
+    assert is_random <= {scheme.stochastic}
+    are_kept = {residual is not None for row in done.residuals for residual in row}
+    assert are_kept <= {bool(scheme.feedback)}, "errors are computed that nobody keeps"
 
 
 def _same_everywhere(done: Exchanged) -> None:
