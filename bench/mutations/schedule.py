@@ -11,13 +11,35 @@ WRITTEN = (
     ),
     ("waits are not postponed", "postponed(best, late, cap)", "best"),
     (
-        "nodes of no task stay",
+        "views stay behind",
         "task = task_of.get(node, task)",
         "task = task_of.get(node, len(order))",
+    ),
+    (
+        "views bring what they read",
+        "if node in task_of or placed.issuperset(node.all_input_nodes):",
+        "if True:",
     ),
     ("inputs are not waited for", "elif missing:", "elif False:"),
     ("says it changed nothing", "Report(changed=bool(moved),", "Report(changed=False,"),
     ("counts all nodes", "a is not b for a, b in", "True for a, b in"),
     ("launches as they become ready", "while begins and begins[0] in ready:", "while False:"),
 )
-EQUIVALENT: dict[str, str] = {}
+_NO_NODE_IN_FRONT = "inputs have their places, and the output stays behind everything"
+_NOTHING_TO_MOVE = "where nothing is awaited there is nothing to move"
+EQUIVALENT: dict[str, str] = {
+    "constant: 'placeholder' -> 'placeholderx', in ('placeholder', 'output')": _NO_NODE_IN_FRONT,
+    "constant: 'output' -> 'outputx', in ('placeholder', 'output')": _NO_NODE_IN_FRONT,
+    "condition: if list(order) != list(range(len(order))): reorder(graph, program, ord "
+    "-> if True: reorder(graph, program, order)": "the order that is there moves nothing",
+    "arguments: zip(before, graph.graph.nodes, strict=True) "
+    "-> zip(graph.graph.nodes, before, strict=True)": "either way round they are told apart",
+    "condition: if not any((work.kind == WAIT for work in program.works)): return as_i "
+    "-> if False: return as_it_is": _NOTHING_TO_MOVE,
+    "comparison: work.kind == WAIT -> work.kind != WAIT": _NOTHING_TO_MOVE,
+}
+_SHOWN_ELSEWHERE = "that waits are as late as costs nothing is asked of `postponed` itself"
+KNOWN = {
+    "by hand: waits are not postponed": _SHOWN_ELSEWHERE,
+    "comparison: work.kind in (WAIT, CODEC) -> work.kind not in (WAIT, CODEC)": _SHOWN_ELSEWHERE,
+}

@@ -19,6 +19,7 @@ from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.loss_scale import LossScaling
 from fxpasses.passes.participation import Participation
+from fxpasses.passes.schedule import Scheduling
 from fxpasses.testing.check import run_over, settings
 from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
 
@@ -35,6 +36,7 @@ OPTIONS: dict[tuple[type[Pass], str], tuple[st.SearchStrategy[Any], tuple[Any, .
     (GradientSync, "order"): (_WORDS, (None, "any", "fixed")),
     (Cast, "dtype"): (_WORDS, (None, "fp32", "bf16", "fp16")),
     (Cast, "rules"): (_WORDS, (None, "", "aten.exp=infer", "a*=deny;aten.mul=allow")),
+    (Scheduling, "machine"): (_WORDS, (None, "", "flops=1e9", "bandwidth=1e7;latency=0.0")),
     (Compress, "scheme"): (_WORDS, (None, "", "int8", "*=topk:ratio=0.5")),
 }
 

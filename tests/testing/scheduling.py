@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from unittest import mock
 
@@ -27,24 +28,36 @@ from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.oracles.rules import report_honest, signature_kept
 from fxpasses.testing.strategies import SEEDS, gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
+from tests.testing.refusals import refusal
 
 # Where computation, codecs and the link take times that are alike, there is something to choose.
 _SMALL = "latency=0.0;collective_s=1e-06"
+_FAST = f"bandwidth=10000000.0;flops=100000000.0;{_SMALL}"
+_BUSY = f"bandwidth=10000000.0;flops=100000000.0;host_s=3e-08;{_SMALL}"
 MACHINES = st.sampled_from(
     (
         f"bandwidth=3000000.0;flops=100000000.0;{_SMALL}",
-        f"bandwidth=10000000.0;flops=100000000.0;{_SMALL}",
+        _FAST,
         f"bandwidth=3000000.0;flops=30000000.0;{_SMALL}",
         f"bandwidth=1000000.0;operator_s=0.0001;{_SMALL}",
-        f"bandwidth=3000000.0;flops=100000000.0;host_s=1e-07;{_SMALL}",
+        _BUSY,
         "",
     )
 )
-SCHEMES = st.sampled_from(("int8", "int8", "int4", "bf16", "topk:ratio=0.3", "none"))
+SCHEMES = st.sampled_from(("int4", "int4", "int8", "int4", "bf16", "topk:ratio=0.3", "none"))
 
 _PRODUCTS = tuple(Step("product", at, 1) for at in (0, 2, 3, 4))
 _TWO_BUCKETS = GradientGraph((Leaf((8, 8)),), _PRODUCTS, (2, 4), (Leaf((8, 8)),))
 _TWO_DTYPES = GradientGraph((Leaf((2, 3)), Leaf((2, 3), "bfloat16")), gradients=(0, 1))
+
+
+def _in_a_row(*operators: str, gradients: tuple[int, ...]) -> GradientGraph:
+    steps = [Step(name, at + 1 if at else 0, 1) for at, name in enumerate(operators)]
+    return GradientGraph((Leaf((8, 8)),), tuple(steps), gradients, (Leaf((8, 8)),))
+
+
+_TURNED = _in_a_row("product", "double", "product", "transpose", "product", gradients=(2, 5))
+_TURNED_AT_ONCE = _in_a_row("product", "transpose", "product", "product", "relu", gradients=(3, 5))
 
 
 def schedules(examples: int) -> None:
@@ -66,7 +79,13 @@ def schedules(examples: int) -> None:
     # A program does not wait for room as its plan does: it held two buckets where there was room for one.
     @example(_TWO_BUCKETS, 3, "bf16", 1e-9, "", 0.8, False, 0)
     # Views of one bucket's result stood with the task behind them, and brought what they read with them.
-    @example(_TWO_DTYPES, 3, "int8", 1e-9, f"bandwidth=1e7;flops=1e8;{_SMALL}", 1.0, False, 0)
+    @example(_TWO_DTYPES, 3, "int8", 1e-9, _FAST, 1.0, False, 0)
+    # Of few that are drawn any order is better than the one that is there.
+    @example(_TURNED, 4, "int4", 1e-9, _FAST, None, False, 0)
+    @example(_TURNED, 4, "int4", 1e-9, _FAST, 0.8, False, 0)
+    @example(_TURNED, 4, "int4", 1e-9, _FAST, 1.2, False, 0)
+    @example(_TURNED_AT_ONCE, 3, "int4", 1e-9, _BUSY, None, False, 0)
+    @example(_TURNED_AT_ONCE, 3, "int4", 1e-9, _BUSY, 1.0, False, 0)
     def search(
         source: GradientGraph,
         world: int,
@@ -77,7 +96,7 @@ def schedules(examples: int) -> None:
         agreed: bool,
         seed: int,
     ) -> None:
-        graphs = [_reduced(source, world, rank, scheme, bucket_mb) for rank in range(world)]
+        graphs = [reduced(source, world, rank, scheme, bucket_mb) for rank in range(world)]
         before = _program(graphs[0], rates, world)
         peak = queued(*before).peak_memory
         cap = None if share is None else peak * share / 2**20
@@ -113,6 +132,31 @@ def schedules(examples: int) -> None:
         search()
 
 
+def worth_moving() -> None:
+    """Where a shorter order is found it is taken; where too much is held another; where none fits, no other."""
+
+    def moved(source: GradientGraph, world: int, scheme: str, rates: str, cap: int | None) -> Run:
+        share = None if cap is None else cap / 2**20
+        current = Scheduling(machine=rates, memory_mb=share, world=world)
+        run = run_pass([current], reduced(source, world, 0, scheme, 1e-9))
+        assert run.reports[0].changed
+        return run
+
+    for source, world, rates in ((_TURNED, 4, _FAST), (_TURNED_AT_ONCE, 3, _BUSY)):
+        run = moved(source, world, "int4", rates, None)
+        before, after = (queued(*_program(g, rates, world)) for g in (run.before, run.after))
+        assert after.makespan < before.makespan * (1 - 1e-3)
+    tasks, order = _program(reduced(_TWO_BUCKETS, 3, 0, "bf16", 1e-9), "", 3)
+    cap = int(0.8 * queued(tasks, order).peak_memory)
+    run = moved(_TWO_BUCKETS, 3, "bf16", "", cap)
+    assert queued(*_program(run.after, "", 3)).peak_memory <= cap
+    message = refusal(functools.partial(moved, _TWO_BUCKETS, 3, "bf16", "", 1))
+    assert "bytes at once" in message and " 1 bytes" in message
+
+
+SINGLE = (worth_moving,)
+
+
 @st.composite
 def layers(draw: st.DrawFn) -> GradientGraph:
     """Backwards as they usually are: products one behind the other, each with a gradient of its own, which
@@ -137,7 +181,7 @@ def _is_real(graph: GradientGraph) -> bool:
     return all(g.node.meta["val"].dtype.is_floating_point for g in graph.build().gradients())
 
 
-def _reduced(
+def reduced(
     source: GradientGraph, world: int, rank: int, scheme: str, bucket_mb: float
 ) -> TrainingGraph:
     graph = source.build()
