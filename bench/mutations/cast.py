@@ -9,10 +9,10 @@ WRITTEN = (
     ),
     (
         "outputs stay low",
-        'node.op in ("call_function", "output") and',
-        'node.op == "call_function" and',
+        "elif not is_cast(node):",
+        'elif not is_cast(node) and node.op != "output":',
     ),
-    ("operators stay low", 'node.op in ("call_function", "output") and', 'node.op == "output" and'),
+    ("operators stay low", "elif not is_cast(node):", 'elif node.op == "output":'),
     ("no cast back", "node.replace_input_with(source, self._cast(source, torch.float32))", "pass"),
     (
         "cast back to double",
@@ -89,12 +89,12 @@ WRITTEN = (
     ("masks count as values", " and not _comes_from_mask(n)]", "]"),
     (
         "what only leads to fp32 is lowered",
-        "                lowered.discard(node)",
+        "                lowered.difference_update([node, *_parts(node, lowered)])",
         "                pass",
     ),
     (
         "parts are cast one by one",
-        "lowered.difference_update(parts, *(p.users for p in parts if _is_tuple(p)))",
+        "lowered.difference_update(moves, parts)",
         "pass",
     ),
     (

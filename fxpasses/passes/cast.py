@@ -89,7 +89,7 @@ class Cast(Pass):
         for node in list(graph.graph.nodes):
             if node in lowered:
                 casts.lower(node)
-            elif node.op in ("call_function", "output") and not is_cast(node):  # those read either
+            elif not is_cast(node):  # those read either
                 casts.raise_inputs(node, lowered)
         casts.drop_replaced()
         # Statistics that a lowered operator returns as fp32 go with it.
@@ -107,15 +107,16 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
     for node in reversed(kinds):
         if node in lowered and not _is_tuple(node):
             # Of several that move parts of one value to fp32, the value is cast.
-            parts = [u for u in node.users if kinds.get(u) == CLEAR and _only_leads_up(u, lowered)]
+            moves = [u for u in node.users if kinds.get(u) == CLEAR and _only_leads_up(u, lowered)]
+            parts = [part for user in moves for part in _parts(user, lowered)]
             direct = any(user not in lowered for user in node.users)
-            if sum(map(_parts_of, parts)) + direct > 1:
-                lowered.difference_update(parts, *(p.users for p in parts if _is_tuple(p)))
+            if len(parts) + direct > 1:
+                lowered.difference_update(moves, parts)
         if kinds[node] == INFER and _only_leads_up(node, lowered):
             # What only leads to fp32 may as well compute in it.
             sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
             if len(sources) == 1:
-                lowered.discard(node)
+                lowered.difference_update([node, *_parts(node, lowered)])
     late = {node for node, kind in kinds.items() if _may_follow_later(node, kind)}
     rounded = _rounded(kinds, lowered, low)
     for node in [n for n in reversed(kinds) if n in late and n not in lowered]:
@@ -190,16 +191,14 @@ def _wanted(graph: TrainingGraph, lowered: set[fx.Node]) -> set[fx.Node]:
 
 
 def _only_leads_up(node: fx.Node, lowered: set[fx.Node]) -> bool:
-    """Whether nothing low reads it; of what returns several values, any of them."""
-    if node not in lowered:
-        return False
-    if _is_tuple(node):
-        return all(_only_leads_up(part, lowered) for part in node.users)
-    return not node.users.keys() & lowered
+    """Whether nothing low reads what it makes low."""
+    parts = _parts(node, lowered)
+    return bool(parts) and not any(part.users.keys() & lowered for part in parts)
 
 
-def _parts_of(node: fx.Node) -> int:
-    return len(node.users) if _is_tuple(node) else 1
+def _parts(node: fx.Node, lowered: set[fx.Node]) -> list[fx.Node]:
+    """What it makes low: itself, or of several values some."""
+    return [n for n in (node.users if _is_tuple(node) else (node,)) if n in lowered]
 
 
 def _kind(node: fx.Node, low: torch.dtype, rules: Any) -> str:

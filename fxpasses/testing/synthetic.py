@@ -167,6 +167,33 @@ def _norm(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
     return [norm, ("getitem", ("_", 0), {})] if fits else []
 
 
+def _dropout(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """Dropout as one operator, times its mask."""
+    return [
+        (aten.native_dropout.default, ("a", 0.5, True), {}),
+        ("getitem", ("_", 0), {}),
+        ("getitem", ("_0", 1), {}),
+        (aten._to_copy.default, ("_",), {"dtype": a.dtype}),
+        (aten.mul.Tensor, ("_1", "_"), {}),
+    ]
+
+
+def _pool(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """The largest of pairs, times where they stand."""
+    if a.dim() not in (2, 3) or a.dtype != torch.float32 or not a.numel() or a.shape[-1] < 2:
+        return []
+    calls: list[Call] = [(aten.unsqueeze.default, ("a", 0), {})] if a.dim() == 2 else []
+    values, places = (f"_{len(calls) + 1}", f"_{len(calls) + 3}")
+    return [
+        *calls,
+        (aten.max_pool2d_with_indices.default, ("_" if calls else "a", [1, 2]), {}),
+        ("getitem", ("_", 0), {}),
+        ("getitem", (f"_{len(calls)}", 1), {}),
+        (aten._to_copy.default, ("_",), {"dtype": a.dtype}),
+        (aten.mul.Tensor, (values, places), {}),
+    ]
+
+
 def _statistics(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
     """The fp32 statistics of attention in bfloat16."""
     if a.dim() != 2 or a.dtype != torch.float32 or not a.numel():
@@ -267,7 +294,9 @@ _RARE: dict[str, _Rule] = {
     "drawn": _drawn(),
     "drawn_twice": _drawn((aten.mul.Tensor, ("_", 2.0), {})),
     "drawn_over": _drawn((aten.div.Tensor, ("_", 0.5), {})),
+    "dropout": _dropout,
     "norm": _norm,
+    "pool": _pool,
     "statistics": _statistics,
 }
 OPERATORS, RARE = tuple(_STEPS), tuple(_RARE)

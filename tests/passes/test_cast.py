@@ -362,6 +362,22 @@ def test_parts_of_one_value_are_cast_together():
     assert len(forward) == 1
 
 
+def test_a_pool_that_tells_places_as_well_counts_as_one_part():
+    layer = nn.Conv1d(2, 2, 1, bias=False)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        values, places = torch.ops.aten.max_pool2d_with_indices(y, [1, 2])
+        return (values.exp() * places).sum() + y.exp().sum()
+
+    graph = joint_of(program, torch.randn(2, 2, 4))
+    checked(graph, cast())
+    up = [name for name, dtype in casts(graph) if name == "convolution" and dtype == torch.float32]
+    assert len(up) == 1 and dtypes_of(graph, "exp") == {torch.float32}
+    (pool,) = (n for n in graph.walk() if operator_name(n) == "max_pool2d_with_indices")
+    assert pool.meta["val"][0].dtype == torch.float32, "both parts would have been cast"
+
+
 def test_elementwise_code_that_only_leads_to_fp32_computes_in_it():
     layer = nn.Linear(4, 4, bias=False)
     graph = joint_of(lambda x: (layer(x) * 2.0).exp().sum(), torch.randn(3, 4))

@@ -114,8 +114,15 @@ def casts_as_promised(run: Run) -> None:
     if run.current.dtype == "fp32":  # type: ignore[attr-defined]
         assert not run.reports[0].changed
         return
+    casts = some_casts_as_promised(run)
+    low_where_allowed(casts)
+    few_casts(casts)
+
+
+def some_casts_as_promised(run: Run) -> Casts:
+    """What holds whichever operators are lowered."""
     casts = Casts(run)
-    for check in (same_operators, casts_in_place, low_where_allowed, reads_right, few_casts):
+    for check in (same_operators, casts_in_place, reads_right):
         check(casts)
     number = [
         n for n in casts.made if name(n) in CASTS and dtype(n.all_input_nodes[0]) != torch.bool
@@ -123,6 +130,7 @@ def casts_as_promised(run: Run) -> None:
     counts = {"lowered": len(casts.lowered), "casts": len(number)}
     assert run.reports[0].counts == (counts if casts.lowered else {}), run.reports[0]
     fakes_true(run.after, run)
+    return casts
 
 
 def same_operators(casts: Casts) -> None:
@@ -270,6 +278,7 @@ def few_casts(casts: Casts) -> None:
         if dtype(node) == torch.float32 and kind == "clear" and not said(node):
             _part_cast_behind(casts, node)
         _drawn_low(casts, node)
+        _streams_exist_once(casts, node)
         if dtype(node) == torch.float32 and kind in ("infer", "clear") and not is_tuple(node):
             _not_up_and_down(casts, node, kind)
         _no_cast_to_mix(casts, node)
@@ -297,11 +306,41 @@ def _not_up_and_down(casts: Casts, node: fx.Node, kind: str) -> None:
     assert not (moves and down and only_down), f"{node.name} is cast behind what moves it"
 
 
+def _streams_exist_once(casts: Casts, node: fx.Node) -> None:
+    """What commutes with rounding is cast in front, not behind, where it is read low and whoever else reads it
+    takes a low value as well, of what is made of low values.
+    """
+    old = casts.before[node.name]
+    free = name(node) in COMMUTE and casts.kind(old) == "infer" and not said(old)
+    if not free or dtype(node) != torch.float32:
+        return
+    down = [n for n in node.users if n in casts.made and dtype(n) == casts.low]
+    others = [n for n in node.users if n not in down]
+    takes_low = all(_takes_low(casts, user, node) for user in others)
+    spared = takes_low and (old in casts.made_of_low or not others)
+    assert not (down and spared), f"{node.name} is there twice, in fp32 for {others}"
+
+
+def _takes_low(casts: Casts, user: fx.Node, node: fx.Node) -> bool:
+    """Whether it compares with a number that the low dtype has, or adds to a value that stays fp32 for sure."""
+    if said(user) or name(user) not in (*MAY_COMPARE, *MAY_MIX):
+        return False
+    others = [n for n in user.all_input_nodes if n is not node]
+    if name(user) in MAY_COMPARE:
+        return not others and _compares_exactly(casts, user)
+    wide = [casts.origin(n) for n in others if n not in casts.lowered and n.meta["val"].dim()]
+    wide = [n for n in wide if dtype(n) == torch.float32]
+    return any(
+        n.op == "placeholder" or name(n) == "getitem" or casts.kind(n) == "deny" for n in wide
+    )
+
+
 def _no_cast_to_mix(casts: Casts, node: fx.Node) -> None:
-    """An operator that widens low values by itself is given no casts."""
+    """An operator that widens low values by itself is given no casts, nor is a cast of the program."""
     up = [n for n in node.all_input_nodes if n in casts.made and dtype(n) == torch.float32]
     if not up or node in casts.lowered:
         return
+    assert name(node) not in CASTS, f"{node.name} casts {up}"
     if name(node) in MAY_COMPARE:
         low = all(
             dtype(casts.after[casts.origin(n).name]) == casts.low for n in node.all_input_nodes
@@ -317,7 +356,7 @@ def _parts_cast_together(casts: Casts, node: fx.Node) -> None:
     that is cast.
     """
     moved = [user for user in node.users if _only_leads_up(casts, user)]
-    parts = sum(len(user.users) if is_tuple(user) else 1 for user in moved)
+    parts = sum(len(_low_parts(casts, user)) for user in moved)
     direct = any(user not in casts.lowered for user in node.users)
     assert parts + direct < 2 or not moved, f"{moved} of {node.name} are cast one by one"
 
@@ -326,17 +365,21 @@ def _only_leads_up(casts: Casts, node: fx.Node) -> bool:
     """Whether it moves a low value that then is only read in fp32."""
     if node not in casts.lowered or casts.kind(casts.before[node.name]) != "clear":
         return False
-    readers = (
-        {v for user in node.users for v in user.users} if is_tuple(node) else node.users.keys()
-    )
+    readers = {user for part in _low_parts(casts, node) for user in part.users}
     return bool(readers) and not readers & casts.lowered
+
+
+def _low_parts(casts: Casts, node: fx.Node) -> list[fx.Node]:
+    """The value itself; of several those that are low."""
+    return [n for n in (node.users if is_tuple(node) else (node,)) if n in casts.lowered]
 
 
 def _part_cast_behind(casts: Casts, node: fx.Node) -> None:
     """Of a low value that is read in fp32 only where it is moved, in one way, it is what was moved that is
     cast: it may be less.
     """
-    if len(node.all_input_nodes) != 1 or (is_tuple(node) and len(node.users) != 1):
+    parts = [n for n in node.users if dtype(n) == torch.float32] if is_tuple(node) else [node]
+    if len(node.all_input_nodes) != 1 or len(parts) != 1:
         return
     (up,) = node.all_input_nodes
     source = casts.after.get(casts.origin(up).name) if up in casts.made else None
@@ -347,7 +390,14 @@ def _part_cast_behind(casts: Casts, node: fx.Node) -> None:
 
 
 def _drawn_low(casts: Casts, node: fx.Node) -> None:
-    """A mask drawn with one probability, and a multiple of it, are drawn low where they are read low only."""
+    """A mask drawn with one probability, and a multiple of it, are drawn low where they are read low only; then
+    so is the memory that it is drawn in, in place of a cast.
+    """
+    low = {n for n in casts.made if dtype(n) == casts.low}
+    old = casts.before[node.name]
+    if name(node) in MEMORY and all(name(user) == "bernoulli" for user in old.users):
+        is_free = casts.kind(old) in ("infer", "clear") and said(old) != "keep"
+        assert not is_free or not node.users or not node.users.keys() <= low, f"{node.name} is cast"
     drawn = node
     while name(drawn) in ("mul", "div") and len(drawn.all_input_nodes) == 1:
         (drawn,) = drawn.all_input_nodes
@@ -356,7 +406,6 @@ def _drawn_low(casts: Casts, node: fx.Node) -> None:
     free = [n for n in (node, drawn, *drawn.all_input_nodes) if casts.kind(n) in ("infer", "clear")]
     if len(free) < 3 or any(map(said, free)) or not fits(node, casts.low):
         return
-    low = {n for n in casts.made if dtype(n) == casts.low}
     assert not node.users or not node.users.keys() <= low, f"{node.name} is drawn in fp32"
 
 
@@ -369,6 +418,7 @@ def fakes_true(graph: TrainingGraph, run: Run) -> None:
             value, fake = super().run_node(n), n.meta.get("val")
             if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
                 assert (value.dtype, value.dim()) == (fake.dtype, fake.dim()), n.name
+                assert n.meta.get("tensor_meta", fake).dtype == fake.dtype, n.name
             return value
 
     Checks(graph.module).run(*random_inputs(graph, run.seed * 97))
