@@ -53,7 +53,11 @@ WRITTEN = (
         "constant, mask = _is_constant(source, dtype), _is_mask(source)",
         "constant, mask = False, _is_mask(source)",
     ),
-    ("another number", "torch.full((), _value(source),", "torch.full((), 2 * _value(source),"),
+    (
+        "another number",
+        "torch.full(x.shape, _value(source),",
+        "torch.full(x.shape, 2 * _value(source),",
+    ),
     ("region that says no is lowered", 'custom.get("precision") == "keep" or ', ""),
     (
         "explicit fp32 is lowered",
@@ -65,7 +69,11 @@ WRITTEN = (
         '(custom.get("precision") == "explicit" or not _fits(node, low))',
         'custom.get("precision") == "explicit"',
     ),
-    ("other dtypes are lowered", " or not _makes_fp32(node):", ":"),
+    (
+        "other dtypes are lowered",
+        " or _has_effect(node) or _dtype(node) != torch.float32:",
+        " or _has_effect(node):",
+    ),
     (
         "denied operators follow",
         "kind in (INFER, CLEAR) and _follows",
@@ -124,10 +132,13 @@ WRITTEN = (
         "False",
     ),
     ("casts of masks are counted", "self.count += not (constant or mask)", "self.count += 1"),
+    ("numbers lose their dimensions", "torch.full(x.shape, ", "torch.full((), "),
     (
         "says it changed nothing",
         'return Report(True, {"lowered"',
         'return Report(False, {"lowered"',
     ),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "constant: 0 -> 1, in default=0": "where no low value is read there is nothing to cast",
+}

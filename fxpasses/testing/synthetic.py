@@ -147,11 +147,13 @@ def _scaled_mask(operator: Any, number: float, first: str, second: str) -> _Rule
     return calls
 
 
-def _drawn(*multiple: Call) -> _Rule:
+def _drawn(*multiple: Call, like: bool = False) -> _Rule:
     """Some elements, drawn with one probability."""
 
     def calls(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
         memory: Call = (aten.empty.memory_format, (list(a.shape),), {"dtype": a.dtype})
+        if like:
+            memory = (aten.empty_like.default, ("a",), {})
         draw: Call = (aten.bernoulli.p, ("_", 0.5), {})
         fits = a.dtype == torch.float32
         return [memory, draw, *multiple, (aten.mul.Tensor, ("a", "_"), {})] if fits else []
@@ -288,10 +290,20 @@ _RARE: dict[str, _Rule] = {
         if a.dtype == torch.float32
         else []
     ),
+    "one": lambda a, b: [
+        (aten.full.default, ([1] * a.dim(), 0.5), {"dtype": a.dtype}),
+        (aten.mul.Tensor, ("a", "_"), {}),
+    ],
+    "bounded": lambda a, b: [(aten.clamp_max.default, ("a", float("inf")), {})],
+    "unbounded": lambda a, b: [
+        (aten.full.default, ([], float("inf")), {"dtype": a.dtype}),
+        (aten.minimum.default, ("a", "_"), {}),
+    ],
     "half": lambda a, b: _halves(a, b)[:2],
     "dropped": _scaled_mask(aten.mul.Tensor, 2.0, "_", "b"),
     "kept": _scaled_mask(aten.div.Tensor, 0.5, "b", "_"),
     "drawn": _drawn(),
+    "drawn_like": _drawn(like=True),
     "drawn_twice": _drawn((aten.mul.Tensor, ("_", 2.0), {})),
     "drawn_over": _drawn((aten.div.Tensor, ("_", 0.5), {})),
     "dropout": _dropout,

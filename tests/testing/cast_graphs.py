@@ -151,9 +151,15 @@ def some_of_it(examples: int) -> None:
     parts of a value go with it; whatever is lowered, casts stand around it.
     """
     refused = st.sets(st.integers(0, 20), max_size=6)
+    several = st.sampled_from(("half", "dropout", "norm", "product", "product", "relu"))
+    steps = st.lists(st.builds(Step, several, st.just(-1), st.just(-1)), min_size=3, max_size=8)
+    square = (Leaf((2, 2)),)
+    chains = st.builds(
+        GradientGraph, st.just(()), steps.map(tuple), st.just((-1, -2)), st.just(square)
+    )
 
     @settings(examples)
-    @given(low_graphs(), refused, st.sampled_from(sorted(LOW)))
+    @given(st.one_of(low_graphs(), chains), refused, st.sampled_from(sorted(LOW)))
     def search(source: GradientGraph, refused: set[int], low: str) -> None:
         listener = _Some(refused)
         with listening(listener):
@@ -195,27 +201,38 @@ def what_stands_around_products() -> None:
 
 
 def streams(examples: int) -> None:
-    """What commutes with rounding, read by a product and sums or comparisons, of what was low and was not."""
+    """What commutes with rounding, read by a product and sums or comparisons, of what was low and was not; once
+    or two of it; and one of the operators around it is marked.
+    """
     values = st.sampled_from(
         ((Step("exp", -1),), (Step("norm", -1),), (Step("transpose", -1),), (_PRODUCT,), ())
     )
     made = st.lists(values, min_size=1, max_size=3).map(lambda found: sum(found, ()))
     operators = st.sampled_from(("relu", "neg"))
     readers = st.lists(st.sampled_from(("add", "mul", "where", "mask")), max_size=2)
-    marks = st.dictionaries(st.integers(0, 9), st.sampled_from(("keep", "explicit")), max_size=1)
+    marked = st.sampled_from(("", "", "batch_norm", "add", "mul", "gt", "where", "relu"))
+    marks = st.sampled_from(("keep", "explicit"))
 
     @settings(examples)
-    @given(made, operators, readers, marks, st.sampled_from(sorted(LOW)))
+    @given(made, operators, st.booleans(), readers, marked, marks, st.sampled_from(sorted(LOW)))
     def search(
-        made: tuple[Step, ...], operator: str, readers: list[str], marks: dict[int, str], low: str
+        made: tuple[Step, ...],
+        operator: str,
+        two: bool,
+        readers: list[str],
+        marked: str,
+        mark: str,
+        low: str,
     ) -> None:
-        behind = (Step(operator, -1), Step("product", -1, 0))
+        behind: tuple[Step, ...] = (Step(operator, -1), Step("product", -1, 0))
+        if two:
+            behind = (Step(operator, -1), Step("relu", -2), Step("product", -1, -2))
         behind += tuple(Step(reader, -2 - i, -3 - i) for i, reader in enumerate(readers))
         ends = tuple(range(-1 - len(readers), 0))
         graph = GradientGraph((), (*made, *behind), ends, saved=(Leaf((2, 2)),) * 2).build()
-        for at, node in enumerate(graph.walk()):
-            if at in marks:
-                node.meta["custom"] = {"precision": marks[at]}
+        for node in graph.walk():
+            if marked and marked in name(node):
+                node.meta["custom"] = {"precision": mark}
         casts_as_promised(run_pass([Cast(low, "")], graph))
 
     search()

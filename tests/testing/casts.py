@@ -71,6 +71,8 @@ class Casts:
         """The class of an operator, by the rules of the option, else by the table."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         modules = [path.partition(".")[2] for path, _ in stack.values()]  # L['program'].m0
+        if name(node) == "getitem":
+            return "clear"
         if "effect" in node.meta:
             return "deny"
         found = TABLE.get(name(node), "deny")
@@ -82,7 +84,10 @@ class Casts:
 
 
 def said(node: fx.Node) -> str | None:
-    """What the program says about precision: `keep`, or `explicit` behind a `.float()`."""
+    """What the program says about precision: `keep`, or `explicit` behind a `.float()`; of a part, what it says
+    of the whole.
+    """
+    node = node.args[0] if name(node) == "getitem" else node  # type: ignore[assignment]
     return (node.meta.get("custom") or {}).get("precision")
 
 
@@ -93,9 +98,11 @@ def name(node: fx.Node) -> str:
 
 
 def dtype(node: fx.Node) -> torch.dtype | None:
+    """Of several values, the first: of a backward that makes only some, the first of these."""
     value = node.meta.get("val")
-    value = next(iter(value), None) if isinstance(value, list | tuple) else value
-    return value.dtype if isinstance(value, torch.Tensor) else None
+    values = value if isinstance(value, list | tuple) else [value]
+    found = [v.dtype for v in values if isinstance(v, torch.Tensor)]
+    return found[0] if found else None
 
 
 def is_tuple(node: fx.Node) -> bool:
@@ -142,9 +149,9 @@ def same_operators(casts: Casts) -> None:
         assert new.target is old.target
         args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: casts.origin(n).name)
         expected = fx.map_arg((old.args, old.kwargs), lambda n: n.name)
-        if name(new) in MEMORY and new in casts.lowered:
+        if name(new) in MEMORY:
             kwargs, expected = dict(kwargs), (expected[0], dict(expected[1]))
-            assert kwargs.pop("dtype") == casts.low
+            assert kwargs.pop("dtype", dtype(new)) == dtype(new)
             expected[1].pop("dtype", None)
         assert (args, kwargs) == expected, f"{new.name} reads {args}, not {expected[0]}"
     gone = [n for n in casts.before.values() if n.name not in casts.after]
@@ -168,10 +175,11 @@ def casts_in_place(casts: Casts) -> None:
         if name(node) in CASTS:
             read = source.all_input_nodes[0] if is_mask(source) else source
             assert node.all_input_nodes[0].name == read.name
-            fits_low = is_one_number(source) and abs(number(source)) <= torch.finfo(casts.low).max
+            fits_low = is_one_number(source) and has(casts.low, number(source))
             assert not fits_low, f"{source.name} is a number, and cast"
         else:
             assert is_one_number(source) and number(node) == number(source)
+            assert node.meta["val"].shape == source.meta["val"].shape, f"{source.name} is stretched"
         if source.name in casts.after:
             between = order[order.index(source) + 1 : order.index(node)]
             assert all(n in casts.made or n.op == "placeholder" for n in between), (
@@ -199,7 +207,12 @@ def low_where_allowed(casts: Casts) -> None:
 
 
 def fits(node: fx.Node, low: torch.dtype) -> bool:
-    return all(abs(a) <= torch.finfo(low).max for a in node.args if isinstance(a, float))
+    return all(has(low, a) for a in node.args if isinstance(a, float))
+
+
+def has(low: torch.dtype, number: float) -> bool:
+    """Whether a number is in the range of a dtype."""
+    return abs(number) <= torch.finfo(low).max or abs(number) == float("inf")
 
 
 def _follows_low(casts: Casts, node: fx.Node) -> None:
@@ -228,7 +241,7 @@ def is_small(node: fx.Node, low: torch.dtype) -> bool:
     """A number that fits, or a mask as numbers (or a multiple of one): no cast of a value."""
     if name(node) in ("mul", "div") and len(node.all_input_nodes) == 1:
         return is_small(node.all_input_nodes[0], low)
-    fits_low = is_one_number(node) and abs(number(node)) <= torch.finfo(low).max
+    fits_low = is_one_number(node) and has(low, number(node))
     return is_mask(node) or fits_low or name(node) == "bernoulli"
 
 
@@ -237,8 +250,9 @@ def reads_right(casts: Casts) -> None:
     for node in casts.own:
         old = casts.before[node.name]
         read = [n for n in node.all_input_nodes if not is_tuple(n)]
-        if node in casts.lowered and name(node) in MEMORY:
-            assert all(name(user) == "bernoulli" for user in node.users)
+        if name(node) in MEMORY:
+            assert node not in casts.lowered or all(name(u) == "bernoulli" for u in node.users)
+            assert not any(n in casts.made for n in read), f"{read} for the shape of {node.name}"
         elif node in casts.lowered:
             kept = old.args[STATISTICS[name(old)]].name if name(old) in STATISTICS else ""  # type: ignore[union-attr]
             wide = [n for n in read if dtype(n) == torch.float32 and n.name != kept]
