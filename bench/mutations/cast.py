@@ -97,12 +97,12 @@ WRITTEN = (
     ("masks count as values", " and not _comes_from_mask(n)]", "]"),
     (
         "what only leads to fp32 is lowered",
-        "                lowered.difference_update([node, *_parts(node, lowered)])",
+        "                lowered -= {node, *_parts(node, lowered)}",
         "                pass",
     ),
     (
         "parts are cast one by one",
-        "lowered.difference_update(moves, parts)",
+        "lowered -= {*moves, *parts}",
         "pass",
     ),
     (

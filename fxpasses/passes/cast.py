@@ -111,12 +111,12 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
             parts = [part for user in moves for part in _parts(user, lowered)]
             direct = any(user not in lowered for user in node.users)
             if len(parts) + direct > 1:
-                lowered.difference_update(moves, parts)
+                lowered -= {*moves, *parts}
         if kinds[node] == INFER and _only_leads_up(node, lowered):
             # What only leads to fp32 may as well compute in it.
             sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
             if len(sources) == 1:
-                lowered.difference_update([node, *_parts(node, lowered)])
+                lowered -= {node, *_parts(node, lowered)}
     late = {node for node, kind in kinds.items() if _may_follow_later(node, kind)}
     rounded = _rounded(kinds, lowered, low)
     for node in [n for n in reversed(kinds) if n in late and n not in lowered]:
