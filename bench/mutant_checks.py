@@ -64,7 +64,10 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
             *holds("running_stats"),
             *searches(statistics.statistics_of_many_buffers, statistics.statistics_of_whole_steps),
         ],
-        "cast": [*holds("cast"), *searches(cast_graphs.marked_operators)],
+        "cast": [
+            *holds("cast"),
+            *searches(cast_graphs.marked_operators, cast_graphs.streams, cast_graphs.some_of_it),
+        ],
         "loss_scale": holds("loss_scale"),
         "overflow": [*holds("overflow"), *searches(scaling.overflow_of_buckets)],
         "clip_norm": [*holds("clip_norm"), *clipped, *searches(clipping.as_torch_clips)],

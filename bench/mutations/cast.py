@@ -9,10 +9,10 @@ WRITTEN = (
     ),
     (
         "outputs stay low",
-        'node.op in ("call_function", "output") and',
-        'node.op == "call_function" and',
+        "elif not is_cast(node):",
+        'elif not is_cast(node) and node.op != "output":',
     ),
-    ("operators stay low", 'node.op in ("call_function", "output") and', 'node.op == "output" and'),
+    ("operators stay low", "elif not is_cast(node):", 'elif node.op == "output":'),
     ("no cast back", "node.replace_input_with(source, self._cast(source, torch.float32))", "pass"),
     (
         "cast back to double",
@@ -53,7 +53,11 @@ WRITTEN = (
         "constant, mask = _is_constant(source, dtype), _is_mask(source)",
         "constant, mask = False, _is_mask(source)",
     ),
-    ("another number", "torch.full((), _value(source),", "torch.full((), 2 * _value(source),"),
+    (
+        "another number",
+        "torch.full(x.shape, _value(source),",
+        "torch.full(x.shape, 2 * _value(source),",
+    ),
     ("region that says no is lowered", 'custom.get("precision") == "keep" or ', ""),
     (
         "explicit fp32 is lowered",
@@ -65,7 +69,11 @@ WRITTEN = (
         '(custom.get("precision") == "explicit" or not _fits(node, low))',
         'custom.get("precision") == "explicit"',
     ),
-    ("other dtypes are lowered", " or not _makes_fp32(node):", ":"),
+    (
+        "other dtypes are lowered",
+        " or _has_effect(node) or _dtype(node) != torch.float32:",
+        " or _has_effect(node):",
+    ),
     (
         "denied operators follow",
         "kind in (INFER, CLEAR) and _follows",
@@ -89,12 +97,12 @@ WRITTEN = (
     ("masks count as values", " and not _comes_from_mask(n)]", "]"),
     (
         "what only leads to fp32 is lowered",
-        "                lowered.discard(node)",
+        "                lowered -= {node, *_parts(node, lowered)}",
         "                pass",
     ),
     (
         "parts are cast one by one",
-        "lowered.difference_update(parts, *(p.users for p in parts if _is_tuple(p)))",
+        "lowered -= {*moves, *parts}",
         "pass",
     ),
     (
@@ -124,10 +132,13 @@ WRITTEN = (
         "False",
     ),
     ("casts of masks are counted", "self.count += not (constant or mask)", "self.count += 1"),
+    ("numbers lose their dimensions", "torch.full(x.shape, ", "torch.full((), "),
     (
         "says it changed nothing",
         'return Report(True, {"lowered"',
         'return Report(False, {"lowered"',
     ),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "constant: 0 -> 1, in default=0": "where no low value is read there is nothing to cast",
+}

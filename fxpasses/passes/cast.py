@@ -89,7 +89,7 @@ class Cast(Pass):
         for node in list(graph.graph.nodes):
             if node in lowered:
                 casts.lower(node)
-            elif node.op in ("call_function", "output") and not is_cast(node):  # those read either
+            elif not is_cast(node):  # those read either
                 casts.raise_inputs(node, lowered)
         casts.drop_replaced()
         # Statistics that a lowered operator returns as fp32 go with it.
@@ -107,15 +107,16 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
     for node in reversed(kinds):
         if node in lowered and not _is_tuple(node):
             # Of several that move parts of one value to fp32, the value is cast.
-            parts = [u for u in node.users if kinds.get(u) == CLEAR and _only_leads_up(u, lowered)]
+            moves = [u for u in node.users if kinds.get(u) == CLEAR and _only_leads_up(u, lowered)]
+            parts = [part for user in moves for part in _parts(user, lowered)]
             direct = any(user not in lowered for user in node.users)
-            if sum(map(_parts_of, parts)) + direct > 1:
-                lowered.difference_update(parts, *(p.users for p in parts if _is_tuple(p)))
+            if len(parts) + direct > 1:
+                lowered -= {*moves, *parts}
         if kinds[node] == INFER and _only_leads_up(node, lowered):
             # What only leads to fp32 may as well compute in it.
             sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
             if len(sources) == 1:
-                lowered.discard(node)
+                lowered -= {node, *_parts(node, lowered)}
     late = {node for node, kind in kinds.items() if _may_follow_later(node, kind)}
     rounded = _rounded(kinds, lowered, low)
     for node in [n for n in reversed(kinds) if n in late and n not in lowered]:
@@ -190,23 +191,25 @@ def _wanted(graph: TrainingGraph, lowered: set[fx.Node]) -> set[fx.Node]:
 
 
 def _only_leads_up(node: fx.Node, lowered: set[fx.Node]) -> bool:
-    """Whether nothing low reads it; of what returns several values, any of them."""
-    if node not in lowered:
-        return False
-    if _is_tuple(node):
-        return all(_only_leads_up(part, lowered) for part in node.users)
-    return not node.users.keys() & lowered
+    """Whether nothing low reads what it makes low."""
+    parts = _parts(node, lowered)
+    return bool(parts) and not any(part.users.keys() & lowered for part in parts)
 
 
-def _parts_of(node: fx.Node) -> int:
-    return len(node.users) if _is_tuple(node) else 1
+def _parts(node: fx.Node, lowered: set[fx.Node]) -> list[fx.Node]:
+    """What it makes low: itself, or of several values some."""
+    return [n for n in (node.users if _is_tuple(node) else (node,)) if n in lowered]
 
 
 def _kind(node: fx.Node, low: torch.dtype, rules: Any) -> str:
-    """The class of a node here: what the program pins, has an effect, or makes no fp32, is left alone."""
+    """The class of a node here: what the program pins, has an effect, or makes no fp32, is left alone; parts go
+    with the whole, whatever is said of them.
+    """
+    if operator_name(node) == "getitem" and _dtype(node) == torch.float32:
+        return CLEAR
     custom = node.meta.get("custom") or {}
     kind = class_of(node, rules)
-    if custom.get("precision") == "keep" or _has_effect(node) or not _makes_fp32(node):
+    if custom.get("precision") == "keep" or _has_effect(node) or _dtype(node) != torch.float32:
         return DENY
     if kind == INFER and (custom.get("precision") == "explicit" or not _fits(node, low)):
         return DENY
@@ -216,13 +219,6 @@ def _kind(node: fx.Node, low: torch.dtype, rules: Any) -> str:
 def _has_effect(node: fx.Node) -> bool:
     """Random operators have none here: they give the same values wherever they stand."""
     return is_collective(node) or "effect" in node.meta
-
-
-def _makes_fp32(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    return bool(tensors) and tensors[0].dtype == torch.float32
 
 
 def _fits(node: fx.Node, low: torch.dtype) -> bool:
@@ -235,24 +231,31 @@ def _follows(node: fx.Node, lowered: set[fx.Node], low: torch.dtype) -> bool:
     """Whether all that it reads in fp32 will be low. Small constants and masks don't count."""
     if operator_name(node) == "getitem":
         return node.args[0] in lowered
+    if operator_name(node) in UNSET:  # of what it is like only the shape counts
+        return False
     read = [n for n in node.all_input_nodes if _dtype(n) in (torch.float32, low)]
     values = [n for n in read if not _is_constant(n, low) and not _comes_from_mask(n)]
     return bool(values) and all(n in lowered or _dtype(n) == low for n in values)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
+    """Of several values, that of the first that is a tensor."""
     value = node.meta.get("val")
-    if isinstance(value, list | tuple):
-        value = value[0] if value else None
-    return value.dtype if isinstance(value, torch.Tensor) else None
+    values = value if isinstance(value, list | tuple) else [value]
+    return next((v.dtype for v in values if isinstance(v, torch.Tensor)), None)
 
 
 def _is_constant(node: fx.Node, low: torch.dtype) -> bool:
     if operator_name(node) not in ("full", "scalar_tensor") or _dtype(node) != torch.float32:
         return False
-    value = node.args[1] if operator_name(node) == "full" else node.args[0]
+    value = _value(node)
     fits = isinstance(value, int | float) and not torch.finfo(low).max < abs(value) < float("inf")
     return fits and node.meta["val"].numel() == 1
+
+
+def _value(node: fx.Node) -> Any:
+    """What `full` or `scalar_tensor` makes a tensor of."""
+    return node.args[1] if operator_name(node) == "full" else node.args[0]
 
 
 def _is_mask(node: fx.Node) -> bool:
@@ -280,7 +283,8 @@ def _is_drawn(node: fx.Node) -> bool:
 
 def _is_movement(node: fx.Node) -> bool:
     """One value in, the same value out, elsewhere: a cast may stand on either side of it."""
-    return len(node.all_input_nodes) == 1 and operator_name(node) not in ("getitem", "bernoulli")
+    others = ("getitem", "bernoulli", *UNSET)
+    return len(node.all_input_nodes) == 1 and operator_name(node) not in others
 
 
 class _Casts:
@@ -294,8 +298,7 @@ class _Casts:
 
     def lower(self, node: fx.Node) -> None:
         """Make a node read and make the low dtype."""
-        keep = KEEPS_FP32.get(operator_name(node), ())
-        kept = {node.args[i] for i in keep if i < len(node.args)}
+        kept = {node.args[i] for i in KEEPS_FP32.get(operator_name(node), ())}
         if operator_name(node) in UNSET:
             node.kwargs = {**node.kwargs, "dtype": self._low}
             kept.update(node.all_input_nodes)
@@ -310,6 +313,9 @@ class _Casts:
         sources = [n for n in sources if _dtype(n) == self._low]
         name = operator_name(node)
         low = self._low
+        if name in UNSET and sources:
+            node.kwargs = {**node.kwargs, "dtype": _dtype(node)}
+            return
         if (name in PROMOTES and _promotes(node, sources)) or (
             _compares_exactly(node, low) and all(_dtype(n) == low for n in node.all_input_nodes)
         ):
@@ -333,7 +339,7 @@ class _Casts:
         return splice(
             self._graph,
             self._graph.behind(source),
-            (lambda x: torch.full((), _value(source), dtype=dtype, device=x.device))
+            (lambda x: torch.full(x.shape, _value(source), dtype=dtype, device=x.device))
             if constant
             else (lambda x: x.to(dtype)),
             source.all_input_nodes[0] if mask else source,
@@ -351,15 +357,9 @@ def _promotes(node: fx.Node, sources: list[fx.Node]) -> bool:
 
 def _compares_exactly(node: fx.Node, low: torch.dtype) -> bool:
     """Whether it compares, with numbers, if any, that the low dtype has."""
-    numbers = [a for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
+    numbers = [a for a in node.args if isinstance(a, int | float)]
     exact = all(torch.tensor(n, dtype=low).item() == n for n in numbers)
     return exact and operator_name(node) in COMPARES
-
-
-def _value(node: fx.Node) -> float:
-    value = node.args[1] if operator_name(node) == "full" else node.args[0]
-    assert isinstance(value, int | float)
-    return value
 
 
 def _is_tuple(node: fx.Node) -> bool:

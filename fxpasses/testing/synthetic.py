@@ -147,11 +147,13 @@ def _scaled_mask(operator: Any, number: float, first: str, second: str) -> _Rule
     return calls
 
 
-def _drawn(*multiple: Call) -> _Rule:
+def _drawn(*multiple: Call, like: bool = False) -> _Rule:
     """Some elements, drawn with one probability."""
 
     def calls(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
         memory: Call = (aten.empty.memory_format, (list(a.shape),), {"dtype": a.dtype})
+        if like:
+            memory = (aten.empty_like.default, ("a",), {})
         draw: Call = (aten.bernoulli.p, ("_", 0.5), {})
         fits = a.dtype == torch.float32
         return [memory, draw, *multiple, (aten.mul.Tensor, ("a", "_"), {})] if fits else []
@@ -165,6 +167,33 @@ def _norm(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
     fits = a.dim() == 2 and a.dtype == torch.float32 and a.shape[0] > 1 and a.numel()
     norm: Call = (aten._native_batch_norm_legit.no_stats, arguments, {})
     return [norm, ("getitem", ("_", 0), {})] if fits else []
+
+
+def _dropout(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """Dropout as one operator, times its mask."""
+    return [
+        (aten.native_dropout.default, ("a", 0.5, True), {}),
+        ("getitem", ("_", 0), {}),
+        ("getitem", ("_0", 1), {}),
+        (aten._to_copy.default, ("_",), {"dtype": a.dtype}),
+        (aten.mul.Tensor, ("_1", "_"), {}),
+    ]
+
+
+def _pool(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """The largest of pairs, times where they stand."""
+    if a.dim() not in (2, 3) or a.dtype != torch.float32 or not a.numel() or a.shape[-1] < 2:
+        return []
+    calls: list[Call] = [(aten.unsqueeze.default, ("a", 0), {})] if a.dim() == 2 else []
+    values, places = (f"_{len(calls) + 1}", f"_{len(calls) + 3}")
+    return [
+        *calls,
+        (aten.max_pool2d_with_indices.default, ("_" if calls else "a", [1, 2]), {}),
+        ("getitem", ("_", 0), {}),
+        ("getitem", (f"_{len(calls)}", 1), {}),
+        (aten._to_copy.default, ("_",), {"dtype": a.dtype}),
+        (aten.mul.Tensor, (values, places), {}),
+    ]
 
 
 def _statistics(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
@@ -261,13 +290,25 @@ _RARE: dict[str, _Rule] = {
         if a.dtype == torch.float32
         else []
     ),
+    "one": lambda a, b: [
+        (aten.full.default, ([1] * a.dim(), 0.5), {"dtype": a.dtype}),
+        (aten.mul.Tensor, ("a", "_"), {}),
+    ],
+    "bounded": lambda a, b: [(aten.clamp_max.default, ("a", float("inf")), {})],
+    "unbounded": lambda a, b: [
+        (aten.full.default, ([], float("inf")), {"dtype": a.dtype}),
+        (aten.minimum.default, ("a", "_"), {}),
+    ],
     "half": lambda a, b: _halves(a, b)[:2],
     "dropped": _scaled_mask(aten.mul.Tensor, 2.0, "_", "b"),
     "kept": _scaled_mask(aten.div.Tensor, 0.5, "b", "_"),
     "drawn": _drawn(),
+    "drawn_like": _drawn(like=True),
     "drawn_twice": _drawn((aten.mul.Tensor, ("_", 2.0), {})),
     "drawn_over": _drawn((aten.div.Tensor, ("_", 0.5), {})),
+    "dropout": _dropout,
     "norm": _norm,
+    "pool": _pool,
     "statistics": _statistics,
 }
 OPERATORS, RARE = tuple(_STEPS), tuple(_RARE)

@@ -34,6 +34,12 @@ def dtypes_of(graph: TrainingGraph, operator: str) -> set[torch.dtype]:
     return {n.meta["val"].dtype for n in graph.walk() if operator_name(n) == operator}
 
 
+def dtypes(node: fx.Node) -> set[torch.dtype]:
+    value = node.meta["val"]
+    values = value if isinstance(value, list | tuple) else [value]
+    return {v.dtype for v in values if v is not None}
+
+
 def checked(graph: TrainingGraph, current: Cast) -> Report:
     (done,) = Pipeline((current,)).run("joint", graph, [CheckRules()])
     return done.report
@@ -163,6 +169,33 @@ def test_a_number_that_does_not_fit_keeps_its_operator_in_fp32():
         assert filled.meta["val"].dtype == expected
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda y: y @ torch.full((1, 1), 2.0),
+        lambda y: torch.cat([y[0], torch.full((1,), 2.0)]) @ y[:2],
+        lambda y: (y[0, 0] + torch.full((1,), 2.0)) @ y[:1],
+    ],
+)
+def test_a_number_keeps_its_dimensions(program):
+    layer = nn.Linear(4, 1)
+    graph = joint_of(lambda x: program(layer(x)).sum(), torch.randn(3, 4))
+    checked(graph, cast())
+    assert dtypes_of(graph, "full") == {torch.bfloat16}
+
+
+def test_a_backward_that_makes_no_gradient_of_its_input_is_counted():
+    layer = nn.Conv1d(2, 2, 1, bias=False)
+    graph = joint_of(lambda x: layer(x).sum(), torch.randn(2, 2, 4))
+    report = checked(graph, cast())
+    products = [n for n in graph.walk() if operator_name(n).startswith("convolution")]
+    assert products[1].meta["val"][0] is None
+    parts = [n for n in products[1].users if operator_name(n) == "getitem"]
+    moved = [n for n in graph.walk() if operator_name(n) == "expand"]
+    low = [n for n in (*products, *parts, *moved) if torch.bfloat16 in dtypes(n)]
+    assert report.counts["lowered"] == len(low) >= 3
+
+
 def test_a_mask_is_drawn_low_and_draws_what_it_drew():
     # Dropout of channels draws one number for each, which several values are multiplied with.
     low, wide = nn.Conv1d(4, 4, 1), nn.Dropout1d(0.4)
@@ -246,6 +279,21 @@ def test_a_mask_that_is_read_in_fp32_too_stays():
     assert dtypes_of(graph, "bernoulli") == {torch.float32}
 
 
+def test_memory_takes_no_cast_of_what_it_is_like():
+    layer = nn.Linear(4, 4)
+
+    def program(x):
+        y = layer(x)
+        mask = torch.empty_like(y).bernoulli_(0.5)
+        return y @ y.T, mask, mask @ y
+
+    graph = joint_of(program, torch.randn(4, 4))
+    checked(graph, cast())
+    (memory,) = (n for n in graph.walk() if operator_name(n) == "empty_like")
+    assert memory.args[0].meta["val"].dtype == torch.bfloat16
+    assert memory.meta["val"].dtype == memory.kwargs["dtype"] == torch.float32
+
+
 # Idempotence, overrides, several users
 
 
@@ -279,6 +327,18 @@ def test_rules_override_the_table_by_module_in_the_backward_too():
     by_dtype = [n.meta["val"].dtype for n in products]
     assert by_dtype.count(torch.float32) == 3, "forward, and two gradients"
     assert by_dtype.count(torch.bfloat16) == len(products) - 3 > 0
+
+
+def test_parts_go_with_the_whole_whatever_rules_say_of_them():
+    layer = nn.Linear(4, 4)
+
+    def program(x):
+        a, b = layer(x).split(2, dim=1)
+        return (a @ b.T).sum()
+
+    graph = joint_of(program, torch.randn(3, 4))
+    checked(graph, cast(rules="aten.getitem=deny"))
+    assert dtypes_of(graph, "getitem") == {torch.bfloat16}
 
 
 def test_the_last_rule_wins():
@@ -360,6 +420,22 @@ def test_parts_of_one_value_are_cast_together():
     checked(graph, cast())
     forward = [name for name, dtype in casts(graph) if dtype == torch.float32 and "mm" in name]
     assert len(forward) == 1
+
+
+def test_a_pool_that_tells_places_as_well_counts_as_one_part():
+    layer = nn.Conv1d(2, 2, 1, bias=False)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        values, places = torch.ops.aten.max_pool2d_with_indices(y, [1, 2])
+        return (values.exp() * places).sum() + y.exp().sum()
+
+    graph = joint_of(program, torch.randn(2, 2, 4))
+    checked(graph, cast())
+    up = [name for name, dtype in casts(graph) if name == "convolution" and dtype == torch.float32]
+    assert len(up) == 1 and dtypes_of(graph, "exp") == {torch.float32}
+    (pool,) = (n for n in graph.walk() if operator_name(n) == "max_pool2d_with_indices")
+    assert pool.meta["val"][0].dtype == torch.float32, "both parts would have been cast"
 
 
 def test_elementwise_code_that_only_leads_to_fp32_computes_in_it():

@@ -12,13 +12,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fxpasses.passes.cast import Cast
+from fxpasses.rewrite import Provenance, listening, model_line
 from fxpasses.testing.capture import capture
 from fxpasses.testing.check import settings
 from fxpasses.testing.oracles.base import run_pass
 from fxpasses.testing.oracles.kept import no_dead_code
 from fxpasses.testing.program import Layer, Program
 from fxpasses.testing.synthetic import OPERATORS, RARE, GradientGraph, Leaf, Step
-from tests.testing.casts import LOW, STATISTICS, casts_as_promised, name, said
+from tests.testing.casts import (
+    LOW,
+    MEMORY,
+    STATISTICS,
+    casts_as_promised,
+    name,
+    said,
+    some_casts_as_promised,
+)
 
 
 def low_graphs() -> st.SearchStrategy[GradientGraph]:
@@ -120,6 +129,51 @@ def marked_operators(examples: int) -> None:
     search()
 
 
+class _Some:
+    """Lets a pass do what it asks for, but for some of it; what is drawn goes with where it is drawn."""
+
+    def __init__(self, refused: set[int]) -> None:
+        self._refused = refused
+        self.answers: dict[Provenance, bool] = {}
+
+    def before_splice(self, provenance: Provenance) -> None:
+        """It has asked for everything before."""
+
+    def wants(self, provenance: Provenance) -> bool:
+        assert provenance not in self.answers, f"{provenance} is asked for twice"
+        is_drawn = provenance.source.startswith(("bernoulli", *MEMORY))
+        self.answers[provenance] = is_drawn or len(self.answers) not in self._refused
+        return self.answers[provenance]
+
+
+def some_of_it(examples: int) -> None:
+    """Each operator that would be lowered is asked for by name, and lowered if it is wanted (as for `bisect`);
+    parts of a value go with it; whatever is lowered, casts stand around it.
+    """
+    refused = st.sets(st.integers(0, 20), max_size=6)
+    between = st.builds(Step, st.sampled_from(("half", "dropout", "relu")), st.just(-1))
+    steps = st.lists(between, min_size=1, max_size=4).map(
+        lambda found: [_PRODUCT, *(each for step in found for each in (step, _PRODUCT))]
+    )
+    square = (Leaf((2, 2)),)
+    chains = st.builds(
+        GradientGraph, st.just(()), steps.map(tuple), st.just((-1, -2)), st.just(square)
+    )
+
+    @settings(examples)
+    @given(st.one_of(low_graphs(), chains), refused, st.sampled_from(sorted(LOW)))
+    def search(source: GradientGraph, refused: set[int], low: str) -> None:
+        listener = _Some(refused)
+        with listening(listener):
+            run = run_pass([Cast(low, "")], source.build())
+        casts = some_casts_as_promised(run)
+        lowered = {node for node in map(casts.origin, casts.lowered) if name(node) != "getitem"}
+        asked = {Provenance("cast", "lower", n.name, model_line(n)) for n in lowered}
+        assert {why for why, wanted in listener.answers.items() if wanted} == asked
+
+    search()
+
+
 _PRODUCT = Step("product", -1, -1)
 # What stands behind an operator.
 _FOLLOW = (
@@ -148,31 +202,47 @@ def what_stands_around_products() -> None:
                 no_dead_code(run)
 
 
-def streams_are_rounded_for_products_only() -> None:
-    """What commutes with rounding, read by a product and a sum or comparison, of what was low and was not."""
-    makes = (
-        (Step("exp", 0),),
-        (Step("norm", 0),),
-        (_PRODUCT, Step("exp", -1)),
-        (_PRODUCT, Step("norm", -1)),
-        (_PRODUCT, Step("norm", -1), Step("transpose", -1)),
+def streams(examples: int) -> None:
+    """What commutes with rounding, read by a product and sums or comparisons, of what was low and was not; once
+    or two of it; and one of the operators around it is marked.
+    """
+    norm, exp, transpose = (Step(kind, -1) for kind in ("norm", "exp", "transpose"))
+    made = st.sampled_from(
+        ((_PRODUCT, norm), (_PRODUCT, norm, transpose), (norm,), (exp,), (_PRODUCT, exp))
     )
-    for made, operator, reader in itertools.product(
-        makes, ("relu", "neg"), ("add", "mul", "where", "mask")
-    ):
-        behind = (Step(operator, -1), Step("product", -1, 0), Step(reader, -2, -3))
-        spec = GradientGraph((), (*made, *behind), (-1, -2), saved=(Leaf((2, 2)),) * 2)
-        for current, mark in itertools.product((Cast("bf16", ""), Cast("fp16", "")), ("", "keep")):
-            graph = spec.build()
-            if mark:
-                graph.outputs()[0][1].meta["custom"] = {"precision": mark}
-            casts_as_promised(run_pass([current], graph))
+    operators = st.sampled_from(("relu", "neg"))
+    readers = st.sampled_from((("where",), ("add",), ("mul", "where"), ("mask",), ()))
+    marked = st.sampled_from(("", "batch_norm", "add", "where"))
+    marks = st.sampled_from(("keep", "explicit"))
+
+    @settings(2 * examples)
+    @given(made, operators, st.booleans(), readers, marked, marks, st.sampled_from(sorted(LOW)))
+    def search(
+        made: tuple[Step, ...],
+        operator: str,
+        two: bool,
+        readers: tuple[str, ...],
+        marked: str,
+        mark: str,
+        low: str,
+    ) -> None:
+        behind: tuple[Step, ...] = (Step(operator, -1), Step("product", -1, 0))
+        if two:
+            behind = (Step(operator, -1), Step("relu", -2), Step("product", -1, -2))
+        behind += tuple(Step(reader, -2 - i, -3 - i) for i, reader in enumerate(readers))
+        ends = tuple(range(-1 - len(readers), 0))
+        graph = GradientGraph((), (*made, *behind), ends, saved=(Leaf((2, 2)),) * 2).build()
+        for node in graph.walk():
+            if marked and marked in name(node):
+                node.meta["custom"] = {"precision": mark}
+        casts_as_promised(run_pass([Cast(low, "")], graph))
+
+    search()
 
 
 SINGLE: tuple[Callable[[], None], ...] = (
     attention_keeps_statistics,
     what_the_program_says_stays,
     sizes_that_vary,
-    streams_are_rounded_for_products_only,
     what_stands_around_products,
 )

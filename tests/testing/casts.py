@@ -71,6 +71,8 @@ class Casts:
         """The class of an operator, by the rules of the option, else by the table."""
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         modules = [path.partition(".")[2] for path, _ in stack.values()]  # L['program'].m0
+        if name(node) == "getitem":
+            return "clear"
         if "effect" in node.meta:
             return "deny"
         found = TABLE.get(name(node), "deny")
@@ -82,7 +84,10 @@ class Casts:
 
 
 def said(node: fx.Node) -> str | None:
-    """What the program says about precision: `keep`, or `explicit` behind a `.float()`."""
+    """What the program says about precision: `keep`, or `explicit` behind a `.float()`; of a part, what it says
+    of the whole.
+    """
+    node = node.args[0] if name(node) == "getitem" else node  # type: ignore[assignment]
     return (node.meta.get("custom") or {}).get("precision")
 
 
@@ -93,9 +98,11 @@ def name(node: fx.Node) -> str:
 
 
 def dtype(node: fx.Node) -> torch.dtype | None:
+    """Of several values, the first: of a backward that makes only some, the first of these."""
     value = node.meta.get("val")
-    value = next(iter(value), None) if isinstance(value, list | tuple) else value
-    return value.dtype if isinstance(value, torch.Tensor) else None
+    values = value if isinstance(value, list | tuple) else [value]
+    found = [v.dtype for v in values if isinstance(v, torch.Tensor)]
+    return found[0] if found else None
 
 
 def is_tuple(node: fx.Node) -> bool:
@@ -114,8 +121,15 @@ def casts_as_promised(run: Run) -> None:
     if run.current.dtype == "fp32":  # type: ignore[attr-defined]
         assert not run.reports[0].changed
         return
+    casts = some_casts_as_promised(run)
+    low_where_allowed(casts)
+    few_casts(casts)
+
+
+def some_casts_as_promised(run: Run) -> Casts:
+    """What holds whichever operators are lowered."""
     casts = Casts(run)
-    for check in (same_operators, casts_in_place, low_where_allowed, reads_right, few_casts):
+    for check in (same_operators, casts_in_place, reads_right):
         check(casts)
     number = [
         n for n in casts.made if name(n) in CASTS and dtype(n.all_input_nodes[0]) != torch.bool
@@ -123,6 +137,7 @@ def casts_as_promised(run: Run) -> None:
     counts = {"lowered": len(casts.lowered), "casts": len(number)}
     assert run.reports[0].counts == (counts if casts.lowered else {}), run.reports[0]
     fakes_true(run.after, run)
+    return casts
 
 
 def same_operators(casts: Casts) -> None:
@@ -134,9 +149,9 @@ def same_operators(casts: Casts) -> None:
         assert new.target is old.target
         args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: casts.origin(n).name)
         expected = fx.map_arg((old.args, old.kwargs), lambda n: n.name)
-        if name(new) in MEMORY and new in casts.lowered:
+        if name(new) in MEMORY:
             kwargs, expected = dict(kwargs), (expected[0], dict(expected[1]))
-            assert kwargs.pop("dtype") == casts.low
+            assert kwargs.pop("dtype", dtype(new)) == dtype(new)
             expected[1].pop("dtype", None)
         assert (args, kwargs) == expected, f"{new.name} reads {args}, not {expected[0]}"
     gone = [n for n in casts.before.values() if n.name not in casts.after]
@@ -160,10 +175,11 @@ def casts_in_place(casts: Casts) -> None:
         if name(node) in CASTS:
             read = source.all_input_nodes[0] if is_mask(source) else source
             assert node.all_input_nodes[0].name == read.name
-            fits_low = is_one_number(source) and abs(number(source)) <= torch.finfo(casts.low).max
+            fits_low = is_one_number(source) and has(casts.low, number(source))
             assert not fits_low, f"{source.name} is a number, and cast"
         else:
             assert is_one_number(source) and number(node) == number(source)
+            assert node.meta["val"].shape == source.meta["val"].shape, f"{source.name} is stretched"
         if source.name in casts.after:
             between = order[order.index(source) + 1 : order.index(node)]
             assert all(n in casts.made or n.op == "placeholder" for n in between), (
@@ -191,7 +207,12 @@ def low_where_allowed(casts: Casts) -> None:
 
 
 def fits(node: fx.Node, low: torch.dtype) -> bool:
-    return all(abs(a) <= torch.finfo(low).max for a in node.args if isinstance(a, float))
+    return all(has(low, a) for a in node.args if isinstance(a, float))
+
+
+def has(low: torch.dtype, number: float) -> bool:
+    """Whether a number is in the range of a dtype."""
+    return abs(number) <= torch.finfo(low).max or abs(number) == float("inf")
 
 
 def _follows_low(casts: Casts, node: fx.Node) -> None:
@@ -220,7 +241,7 @@ def is_small(node: fx.Node, low: torch.dtype) -> bool:
     """A number that fits, or a mask as numbers (or a multiple of one): no cast of a value."""
     if name(node) in ("mul", "div") and len(node.all_input_nodes) == 1:
         return is_small(node.all_input_nodes[0], low)
-    fits_low = is_one_number(node) and abs(number(node)) <= torch.finfo(low).max
+    fits_low = is_one_number(node) and has(low, number(node))
     return is_mask(node) or fits_low or name(node) == "bernoulli"
 
 
@@ -229,8 +250,9 @@ def reads_right(casts: Casts) -> None:
     for node in casts.own:
         old = casts.before[node.name]
         read = [n for n in node.all_input_nodes if not is_tuple(n)]
-        if node in casts.lowered and name(node) in MEMORY:
-            assert all(name(user) == "bernoulli" for user in node.users)
+        if name(node) in MEMORY:
+            assert node not in casts.lowered or all(name(u) == "bernoulli" for u in node.users)
+            assert not any(n in casts.made for n in read), f"{read} for the shape of {node.name}"
         elif node in casts.lowered:
             kept = old.args[STATISTICS[name(old)]].name if name(old) in STATISTICS else ""  # type: ignore[union-attr]
             wide = [n for n in read if dtype(n) == torch.float32 and n.name != kept]
@@ -270,6 +292,7 @@ def few_casts(casts: Casts) -> None:
         if dtype(node) == torch.float32 and kind == "clear" and not said(node):
             _part_cast_behind(casts, node)
         _drawn_low(casts, node)
+        _streams_exist_once(casts, node)
         if dtype(node) == torch.float32 and kind in ("infer", "clear") and not is_tuple(node):
             _not_up_and_down(casts, node, kind)
         _no_cast_to_mix(casts, node)
@@ -297,11 +320,41 @@ def _not_up_and_down(casts: Casts, node: fx.Node, kind: str) -> None:
     assert not (moves and down and only_down), f"{node.name} is cast behind what moves it"
 
 
+def _streams_exist_once(casts: Casts, node: fx.Node) -> None:
+    """What commutes with rounding is cast in front, not behind, where it is read low and whoever else reads it
+    takes a low value as well, of what is made of low values.
+    """
+    old = casts.before[node.name]
+    free = name(node) in COMMUTE and casts.kind(old) == "infer" and not said(old)
+    if not free or dtype(node) != torch.float32:
+        return
+    down = [n for n in node.users if n in casts.made and dtype(n) == casts.low]
+    others = [n for n in node.users if n not in down]
+    takes_low = all(_takes_low(casts, user, node) for user in others)
+    spared = takes_low and (old in casts.made_of_low or not others)
+    assert not (down and spared), f"{node.name} is there twice, in fp32 for {others}"
+
+
+def _takes_low(casts: Casts, user: fx.Node, node: fx.Node) -> bool:
+    """Whether it compares with a number that the low dtype has, or adds to a value that stays fp32 for sure."""
+    if said(user) or name(user) not in (*MAY_COMPARE, *MAY_MIX):
+        return False
+    others = [n for n in user.all_input_nodes if n is not node]
+    if name(user) in MAY_COMPARE:
+        return not others and _compares_exactly(casts, user)
+    wide = [casts.origin(n) for n in others if n not in casts.lowered and n.meta["val"].dim()]
+    wide = [n for n in wide if dtype(n) == torch.float32]
+    return any(
+        n.op == "placeholder" or name(n) == "getitem" or casts.kind(n) == "deny" for n in wide
+    )
+
+
 def _no_cast_to_mix(casts: Casts, node: fx.Node) -> None:
-    """An operator that widens low values by itself is given no casts."""
+    """An operator that widens low values by itself is given no casts, nor is a cast of the program."""
     up = [n for n in node.all_input_nodes if n in casts.made and dtype(n) == torch.float32]
     if not up or node in casts.lowered:
         return
+    assert name(node) not in CASTS, f"{node.name} casts {up}"
     if name(node) in MAY_COMPARE:
         low = all(
             dtype(casts.after[casts.origin(n).name]) == casts.low for n in node.all_input_nodes
@@ -317,7 +370,7 @@ def _parts_cast_together(casts: Casts, node: fx.Node) -> None:
     that is cast.
     """
     moved = [user for user in node.users if _only_leads_up(casts, user)]
-    parts = sum(len(user.users) if is_tuple(user) else 1 for user in moved)
+    parts = sum(len(_low_parts(casts, user)) for user in moved)
     direct = any(user not in casts.lowered for user in node.users)
     assert parts + direct < 2 or not moved, f"{moved} of {node.name} are cast one by one"
 
@@ -326,17 +379,21 @@ def _only_leads_up(casts: Casts, node: fx.Node) -> bool:
     """Whether it moves a low value that then is only read in fp32."""
     if node not in casts.lowered or casts.kind(casts.before[node.name]) != "clear":
         return False
-    readers = (
-        {v for user in node.users for v in user.users} if is_tuple(node) else node.users.keys()
-    )
+    readers = {user for part in _low_parts(casts, node) for user in part.users}
     return bool(readers) and not readers & casts.lowered
+
+
+def _low_parts(casts: Casts, node: fx.Node) -> list[fx.Node]:
+    """The value itself; of several those that are low."""
+    return [n for n in (node.users if is_tuple(node) else (node,)) if n in casts.lowered]
 
 
 def _part_cast_behind(casts: Casts, node: fx.Node) -> None:
     """Of a low value that is read in fp32 only where it is moved, in one way, it is what was moved that is
     cast: it may be less.
     """
-    if len(node.all_input_nodes) != 1 or (is_tuple(node) and len(node.users) != 1):
+    parts = [n for n in node.users if dtype(n) == torch.float32] if is_tuple(node) else [node]
+    if len(node.all_input_nodes) != 1 or len(parts) != 1:
         return
     (up,) = node.all_input_nodes
     source = casts.after.get(casts.origin(up).name) if up in casts.made else None
@@ -347,7 +404,14 @@ def _part_cast_behind(casts: Casts, node: fx.Node) -> None:
 
 
 def _drawn_low(casts: Casts, node: fx.Node) -> None:
-    """A mask drawn with one probability, and a multiple of it, are drawn low where they are read low only."""
+    """A mask drawn with one probability, and a multiple of it, are drawn low where they are read low only; then
+    so is the memory that it is drawn in, in place of a cast.
+    """
+    low = {n for n in casts.made if dtype(n) == casts.low}
+    old = casts.before[node.name]
+    if name(node) in MEMORY and all(name(user) == "bernoulli" for user in old.users):
+        is_free = casts.kind(old) in ("infer", "clear") and said(old) != "keep"
+        assert not is_free or not node.users or not node.users.keys() <= low, f"{node.name} is cast"
     drawn = node
     while name(drawn) in ("mul", "div") and len(drawn.all_input_nodes) == 1:
         (drawn,) = drawn.all_input_nodes
@@ -356,7 +420,6 @@ def _drawn_low(casts: Casts, node: fx.Node) -> None:
     free = [n for n in (node, drawn, *drawn.all_input_nodes) if casts.kind(n) in ("infer", "clear")]
     if len(free) < 3 or any(map(said, free)) or not fits(node, casts.low):
         return
-    low = {n for n in casts.made if dtype(n) == casts.low}
     assert not node.users or not node.users.keys() <= low, f"{node.name} is drawn in fp32"
 
 
@@ -369,6 +432,7 @@ def fakes_true(graph: TrainingGraph, run: Run) -> None:
             value, fake = super().run_node(n), n.meta.get("val")
             if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
                 assert (value.dtype, value.dim()) == (fake.dtype, fake.dim()), n.name
+                assert n.meta.get("tensor_meta", fake).dtype == fake.dtype, n.name
             return value
 
     Checks(graph.module).run(*random_inputs(graph, run.seed * 97))

@@ -91,6 +91,8 @@ def test_pass(name):
         solving.swaps_as_promised,
         tasks.tasks_as_promised,
         cast_graphs.marked_operators,
+        cast_graphs.streams,
+        cast_graphs.some_of_it,
         statistics.statistics_of_whole_steps,
         statistics.statistics_of_many_buffers,
     ],
