@@ -22,6 +22,7 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         scaling,
         scheduling,
         solving,
+        splicing,
         statistics,
         tasks,
         variants,
@@ -74,7 +75,7 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         "compress": compressed,
         **dict.fromkeys(("exchange", "codecs", "feedback"), sent),
         "powersgd": [*exchanged, *holds("compress_powersgd")],
-        "rewrite": [*searches(p.splice_inlines), *holds("bucketing")],
+        "rewrite": [*searches(splicing.splices_inline), *holds("bucketing")],
         "schedule": searches(planning.plans_as_programs, scheduling.schedules),
         "tasks": often(tasks.tasks_as_promised),
         "solve": often(
@@ -99,10 +100,7 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         "cast": cast_graphs.SINGLE,
         **dict.fromkeys(("loss_scale", "overflow"), scaling.SINGLE),
         "clip_norm": [clipping.what_is_not_finite],
-        "rewrite": [
-            p.splice_refuses_tensors, p.splice_takes_branches,
-            p.splice_takes_numbers, p.splice_tells_arguments_apart, p.model_lines,
-        ],
+        "rewrite": splicing.SINGLE,
         "schedule": scheduling.SINGLE,
         "tasks": tasks.SINGLE,
         "solve": [solving.search_finds_the_best, solving.search_comes_close],

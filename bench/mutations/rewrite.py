@@ -29,4 +29,9 @@ WRITTEN = (
 )
 EQUIVALENT: dict[str, str] = {
     "constant: '_' -> '_x', in attribute += '_'": "how a branch is called in the module",
+    "arguments: pytree.tree_unflatten(filled, structure) "
+    "-> pytree.tree_unflatten(structure, filled)": "torch takes either order",
+    "constant: True -> False, in _disable_torch_fn_metadata_mode=True": (
+        "notes that are not taken over are not made"
+    ),
 }
