@@ -39,7 +39,14 @@ EQUIVALENT: dict[str, str] = {
     "comparison: work.kind == WAIT -> work.kind != WAIT": _NOTHING_TO_MOVE,
 }
 _SHOWN_ELSEWHERE = "that waits are as late as costs nothing is asked of `postponed` itself"
+_NO_OTHER_LOSS = "what the host loses by another launch does not stand there"
 KNOWN = {
+    "operator: launch + 2 -> launch - 2": _NO_OTHER_LOSS,
+    "constant: 3 -> 4, in launch + 3": _NO_OTHER_LOSS,
     "by hand: waits are not postponed": _SHOWN_ELSEWHERE,
     "comparison: work.kind in (WAIT, CODEC) -> work.kind not in (WAIT, CODEC)": _SHOWN_ELSEWHERE,
+    "operator: found.index(above) - (program.works[above].kind == LINK) "
+    "-> found.index(above) + (program.works[above].kind == LINK)": (
+        "no graph is drawn in which a wait makes room for what a launch has on its way"
+    ),
 }

@@ -146,6 +146,9 @@ def worth_moving() -> None:
         run = moved(source, world, "int4", rates, None)
         before, after = (queued(*_program(g, rates, world)) for g in (run.before, run.after))
         assert after.makespan < before.makespan * (1 - 1e-3)
+    graph = reduced(_TURNED, 4, 0, "int4", 1e-9)
+    apart = Scheduling(machine=_FAST, world=4, layout=("elsewhere.weight",))
+    assert not run_pass([apart], graph).reports[0].changed, "ranks could send in another order"
     tasks, order = _program(reduced(_TWO_BUCKETS, 3, 0, "bf16", 1e-9), "", 3)
     cap = int(0.8 * queued(tasks, order).peak_memory)
     run = moved(_TWO_BUCKETS, 3, "bf16", "", cap)
