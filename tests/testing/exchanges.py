@@ -7,29 +7,24 @@ The mean is the same everywhere; it and the new states hold, element by element,
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from custom_ops.layout import Layout, Layout16, TopKLayout
 from fxpasses.codecs import loss_bound
 from fxpasses.compression import Scheme, parse_rules
-from fxpasses.effects import COLLECTIVE_NAMESPACE
-from fxpasses.exchange import ROUNDS, Exchange, exchange_of
+from fxpasses.exchange import ROUNDS
 from fxpasses.powersgd import SUBSPACE
 from fxpasses.testing.check import settings
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.strategies import SEEDS
-from fxpasses.testing.world import Launch, carry_out
 from tests.testing.compression import EPS, is_thin, states_of
+from tests.testing.exchanged import CPU, Exchanged, Parameters, Values, exchange, exchanges_of
 
-CPU = torch.device("cpu")
 TWO_LEGS_FROM = 3  # ranks
 SCHEMES = (
     *("int8", "int8:group=16:symmetric=false", "int8:feedback=false", "int8:stochastic=true"),
@@ -41,64 +36,6 @@ SCHEMES = (
     *("powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=2:feedback=false"),
 )
 SHAPES = ((), (3,), (0,), (33,), (100,), (5, 7), (8, 6), (6, 9), (2, 3, 4), (12, 10), (4, 8))
-
-Parameters = tuple[tuple[str, tuple[int, ...]], ...]
-Values = dict[str, torch.Tensor]  # by kind of state
-
-
-class _Wire(TorchDispatchMode):
-    """Notes the collective that is launched; of what is rounded the seeds, and whether errors are kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches: list[Launch] = []
-        self.seeds: list[torch.Tensor | None] = []
-        self.residuals: list[torch.Tensor | None] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func._opname in ("quantise", "requantise"):
-            self.residuals.append(args[1])
-            self.seeds.append(args[2])
-        if func.namespace != COLLECTIVE_NAMESPACE:
-            return func(*args, **kwargs or {})
-        payload, *rest = args
-        frozen = tuple(tuple(x) if isinstance(x, list) else x for x in rest)
-        self.launches.append(Launch(func._opname, payload.clone(), frozen, "launch"))
-        return payload
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchanged:
-    """One step of a bucket.
-
-    Attributes:
-        flats: [ranks, n] fp32, what the ranks had.
-        olds, news: states of each rank.
-        means: [ranks, n], what each rank decoded.
-        launches: of each leg, by rank.
-        seeds, residuals: by rank, of everything that was rounded.
-    """
-
-    scheme: Scheme
-    parameters: Parameters
-    exchanges: Sequence[Exchange]
-    flats: torch.Tensor
-    olds: Sequence[Values]
-    means: torch.Tensor
-    news: Sequence[Values]
-    launches: Sequence[Sequence[Launch]]
-    seeds: Sequence[Sequence[torch.Tensor | None]]
-    residuals: Sequence[Sequence[torch.Tensor | None]]
-
-    @property
-    def world(self) -> int:
-        return len(self.exchanges)
-
-    def all(self, kind: str, states: str = "olds") -> torch.Tensor:
-        """[ranks, n] fp64."""
-        return torch.stack([values[kind].double() for values in getattr(self, states)])
 
 
 def exchanges_as_promised(examples: int) -> None:
@@ -197,80 +134,6 @@ def bounds_are_reached(examples: int) -> None:
         assert 0.98 * bound < lost <= bound, f"{lost} is lost, {bound} is said"
 
     search()
-
-
-# One step on all ranks
-
-
-def exchanges_of(
-    scheme: Scheme, parameters: Parameters, world: int, index: int = 0
-) -> list[Exchange] | None:
-    """Of each rank; None for a bucket that is sent as it is."""
-    found = [exchange_of(scheme, parameters, "world", world, rank, index) for rank in range(world)]
-    there = [one for one in found if one is not None]
-    assert len(there) in (0, world), "ranks differ in what is compressed"
-    return there or None
-
-
-def exchange(
-    scheme: Scheme,
-    parameters: Parameters,
-    exchanges: Sequence[Exchange],
-    flats: torch.Tensor,
-    olds: Sequence[Values],
-) -> Exchanged:
-    """Take every rank through one step.
-
-    Args:
-        flats: [ranks, n] fp32.
-        olds: states of each rank, by kind.
-    """
-    specs = exchanges[0].states(CPU)
-    ranks = [
-        _Rank(one, flat, [values[spec.kind] for spec in specs])
-        for one, flat, values in zip(exchanges, flats, olds, strict=True)
-    ]
-    arrived = carry_out([rank.launch() for rank in ranks])
-    if exchanges[0].legs == 2:
-        arrived = carry_out([r.relaunch(x) for r, x in zip(ranks, arrived, strict=True)])
-    ends = [rank.end(x) for rank, x in zip(ranks, arrived, strict=True)]
-    kinds = [spec.kind for spec in specs]
-    return Exchanged(
-        scheme,
-        parameters,
-        exchanges,
-        flats,
-        olds,
-        torch.stack([mean for mean, _ in ends]),
-        [dict(zip(kinds, new, strict=True)) for _, new in ends],
-        list(zip(*(rank.wire.launches for rank in ranks), strict=True)),
-        [rank.wire.seeds for rank in ranks],
-        [rank.wire.residuals for rank in ranks],
-    )
-
-
-class _Rank:
-    def __init__(
-        self, exchange: Exchange, flat: torch.Tensor, olds: Sequence[torch.Tensor]
-    ) -> None:
-        self.exchange, self.flat, self.olds, self.wire = exchange, flat, olds, _Wire()
-        self.kept: Any = None
-
-    def launch(self) -> Launch:
-        with self.wire:
-            payload, self.kept = self.exchange.encode(self.flat, self.olds)
-            self.exchange.launch(payload)
-        return self.wire.launches[0]
-
-    def relaunch(self, arrived: torch.Tensor) -> Launch:
-        with self.wire:
-            payload, self.kept = self.exchange.recode(arrived, self.olds, self.kept)
-            self.exchange.relaunch(payload)
-        return self.wire.launches[1]
-
-    def end(self, arrived: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        mean, kept = self.exchange.decode(arrived, self.olds, self.kept)
-        return mean, self.exchange.news(self.flat, self.olds, kept, mean)
 
 
 def _scheme(words: str) -> Scheme:
