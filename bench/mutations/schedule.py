@@ -37,6 +37,8 @@ EQUIVALENT: dict[str, str] = {
     "condition: if not any((work.kind == WAIT for work in program.works)): return as_i "
     "-> if False: return as_it_is": _NOTHING_TO_MOVE,
     "comparison: work.kind == WAIT -> work.kind != WAIT": _NOTHING_TO_MOVE,
+    "comparison: after.makespan < before.makespan * (1 - _WORTH_IT) "
+    "-> after.makespan <= before.makespan * (1 - _WORTH_IT)": "no prediction is exactly that",
 }
 _SHOWN_ELSEWHERE = "that waits are as late as costs nothing is asked of `postponed` itself"
 _NO_OTHER_LOSS = "what the host loses by another launch does not stand there"
