@@ -140,12 +140,14 @@ class Quantised(_InShards):
         return torch.ops.fxpasses.dequantise(self.rows(arrived), *layout.fields)
 
     def residual(self, new: Tensor, lost: Tensor | None) -> Tensor:
-        start, held = self.rank * self.layout.shard_numel, self.layout.held_by(self.rank)
-        end = start + held
-        if lost is None or not held:
+        if lost is None:
             return new
-        owned = new[start:end] + self.world * lost[:held]
-        return torch.slice_scatter(new, owned, 0, start, end)
+        # The same sizes on every rank, also where a shard holds little of the bucket: each rank plans with its
+        # own graph, and all have to find one plan.
+        front = self.rank * self.layout.shard_numel
+        behind = (self.world - 1 - self.rank) * self.layout.shard_numel
+        owned = torch.nn.functional.pad(self.world * lost, (front, behind))
+        return new + owned[: new.shape[0]]
 
 
 @dataclasses.dataclass(frozen=True)

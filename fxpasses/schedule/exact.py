@@ -12,6 +12,7 @@ Land and Doig, 1960, "An automatic method of solving discrete programming proble
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from fxpasses.schedule.tasks import Schedule, Task, timed
@@ -20,9 +21,13 @@ _ROUNDING = 1 - 1e-12  # sums of the same numbers in another order differ in the
 
 
 def best_of_all(
-    schedule: Schedule, tails: Sequence[float], memory_cap: int | None, most: int
-) -> tuple[Schedule, bool]:
-    """Look through all orders for one that ends before `schedule`.
+    tasks: tuple[Task, ...],
+    best: Schedule | None,
+    tails: Sequence[float],
+    memory_cap: int | None,
+    most: int,
+) -> tuple[Schedule | None, bool]:
+    """Look through all orders for one that ends before the best that is known, if any is.
 
     Args:
         tails: seconds behind the end of each task, on the longest path.
@@ -31,7 +36,6 @@ def best_of_all(
     Returns:
         The best that was found, and whether nothing was left out, so that no order is better.
     """
-    tasks, best = schedule.tasks, schedule
     kinds = _kinds(tasks)
     beginnings: list[list[int]] = [[]]
     seen: dict[
@@ -41,7 +45,8 @@ def best_of_all(
         most -= 1
         order = beginnings.pop()
         tried = timed(tasks, order, memory_cap)
-        if tried is None or _soonest_end(tried) >= best.makespan * _ROUNDING:
+        known = math.inf if best is None else best.makespan
+        if tried is None or _soonest_end(tried) >= known * _ROUNDING:
             continue
         left, others = _left(tried), seen.setdefault(frozenset(order), [])
         if any(all(a <= b for a, b in zip(other, left, strict=True)) for other in others):

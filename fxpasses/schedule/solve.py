@@ -83,15 +83,16 @@ def solve(
             break
         listed = list_schedule(tasks, priority, memory_cap)
         found += [listed] if listed is not None else []
-    if not found:
+    best = min(found, key=lambda s: s.makespan, default=None)  # the first, where several are equal
+    proven = best is not None and _reaches(best, bound)
+    if not proven and len(tasks) <= _FEW:
+        most = placements // len(tasks)
+        best, proven = best_of_all(as_given.tasks, best, tails, memory_cap, most)
+    if best is None:
         raise ValueError(
             f"no order was found that holds at most {memory_cap:,} bytes at once; the order given needs "
             f"{needed_memory(tasks, order):,}"
         )
-    best = min(found, key=lambda s: s.makespan)  # the first, where several are equal
-    proven = _reaches(best, bound)
-    if not proven and len(tasks) <= _FEW:
-        best, proven = best_of_all(best, tails, memory_cap, placements // len(tasks))
     if not proven:
         best = _improved(best, bound, memory_cap, placements)
     return Solution(best, best.makespan if proven else min(bound, best.makespan), given)

@@ -50,6 +50,8 @@ _PRODUCTS = tuple(Step("product", at, 1) for at in (0, 2, 3, 4))
 _TWO_BUCKETS = GradientGraph((Leaf((8, 8)),), _PRODUCTS, (2, 4), (Leaf((8, 8)),))
 _TWO_DTYPES = GradientGraph((Leaf((2, 3)), Leaf((2, 3), "bfloat16")), gradients=(0, 1))
 
+_SMALL_SHARDS = GradientGraph((Leaf((1,)),), gradients=(0, 0), saved=())
+
 
 def _in_a_row(*operators: str, gradients: tuple[int, ...]) -> GradientGraph:
     steps = [Step(name, at + 1 if at else 0, 1) for at, name in enumerate(operators)]
@@ -80,6 +82,8 @@ def schedules(examples: int) -> None:
     @example(_TWO_BUCKETS, 3, "bf16", 1e-9, "", 0.8, False, 0)
     # Views of one bucket's result stood with the task behind them, and brought what they read with them.
     @example(_TWO_DTYPES, 3, "int8", 1e-9, _FAST, 1.0, False, 0)
+    # Shards of which some hold nothing.
+    @example(_SMALL_SHARDS, 3, "int4", 1e-9, "", None, False, 0)
     # Of few that are drawn any order is better than the one that is there.
     @example(_TURNED, 4, "int4", 1e-9, _FAST, None, False, 0)
     @example(_TURNED, 4, "int4", 1e-9, _FAST, 0.8, False, 0)
@@ -98,6 +102,8 @@ def schedules(examples: int) -> None:
     ) -> None:
         graphs = [reduced(source, world, rank, scheme, bucket_mb) for rank in range(world)]
         before = _program(graphs[0], rates, world)
+        for graph in graphs:
+            assert _program(graph, rates, world) == before, "ranks could plan differently"
         peak = queued(*before).peak_memory
         cap = None if share is None else peak * share / 2**20
         layout = ("elsewhere.weight",) if agreed and seed % 4 == 0 else None

@@ -67,6 +67,8 @@ def solutions(examples: int) -> None:
 
     @settings(examples)
     @given(SMALL, SHARES, st.sampled_from((_ANY, 3000)), SEEDS)
+    # No list fits, but one order does.
+    @example(job_shop(4, 2, 667), 0.8, _ANY, 0)
     def search(tasks: list[Task], share: float | None, placements: int, seed: int) -> None:
         cap = _cap(tasks, in_order(tasks), share)
         try:
@@ -159,7 +161,7 @@ def all_orders(examples: int) -> None:
         if start is None:
             return
         with _written_down(exact, "timed") as looked:
-            best, proven = exact.best_of_all(start, _tails(tasks), cap, most)
+            best, proven = exact.best_of_all(start.tasks, start, _tails(tasks), cap, most)
         valid(best, cap)
         assert best == start or best.makespan < start.makespan
         assert len(looked) <= most and (proven or len(looked) == most)
@@ -184,7 +186,7 @@ def all_orders_are_few() -> None:
             start = timed(tasks, in_order(tasks), cap)
             assert start is not None
             with _written_down(exact, "timed") as calls:
-                _, proven = exact.best_of_all(start, _tails(tasks), cap, _ANY)
+                _, proven = exact.best_of_all(start.tasks, start, _tails(tasks), cap, _ANY)
             assert proven
             looked += len(calls)
         assert looked <= most * len(graphs), f"{looked} beginnings"
