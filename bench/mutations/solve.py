@@ -1,11 +1,15 @@
 """Mutants of `fxpasses.schedule.solve`: see `bench.mutations`."""
 
 WRITTEN = (
-    ("the first that was found", "best = min(found, key=lambda s: s.makespan)", "best = found[0]"),
+    (
+        "the first that was found",
+        "best = min(found, key=lambda s: s.makespan, default=None)",
+        "best = found[0]",
+    ),
     (
         "the worst",
-        "best = min(found, key=lambda s: s.makespan)",
-        "best = max(found, key=lambda s: s.makespan)",
+        "best = min(found, key=lambda s: s.makespan, default=None)",
+        "best = max(found, key=lambda s: s.makespan, default=None)",
     ),
     ("no improvement", "best = _improved(best, bound, memory_cap, placements)", "pass"),
     (

@@ -80,6 +80,7 @@ def compressed_as_promised(run: Run) -> None:
         assert states & FEEDBACK == states_of(scheme)
     _in_order(run, launches)
     _kept(run, scheme)
+    _not_poisoned(run)
 
 
 def states_of(scheme: Scheme) -> set[str]:
@@ -182,6 +183,33 @@ def _kept(run: Run, scheme: Scheme) -> None:
                 assert abs(run.world * float(split[0][at].sum()) - arrived) <= slack + 1e-25, name
     if finite:
         _second_step(run, scheme, gradients, scale)
+
+
+def _not_poisoned(run: Run) -> None:
+    """Where a rank has what is not finite, every rank keeps what it kept."""
+    written = run.traced_after.results
+    rows: dict[bool, list[list[Any]]] = {False: [], True: []}
+    for rank, after in enumerate(run.afters):
+        states = {role.name: written[rank][at] for at, _, role in after.outputs("state")}
+        for is_after, graph in ((False, run.before), (True, after)):
+            values = random_inputs(graph, run.seed * 97 + rank)
+            row = [
+                states.get(role.name, value)
+                for (_, role), value in zip(graph.inputs(), values, strict=True)
+            ]
+            if rank == run.seed % run.world:
+                row = [
+                    torch.full_like(value, torch.inf) if role.kind == "tangent" else value
+                    for (_, role), value in zip(graph.inputs(), row, strict=True)
+                ]
+            rows[is_after].append(row)
+    local = run_world([run.before] * run.world, rows[False])
+    indices = [g.index for g in run.before.gradients()]
+    if all(row[index].isfinite().all() for row in local for index in indices):
+        return
+    for rank, row in enumerate(run_world(run.afters, rows[True])):
+        for at, _, role in run.after.outputs("state"):
+            assert bitwise(row[at], written[rank][at]), f"{role.name} is poisoned"
 
 
 def thin_matrices(run: Run) -> None:
