@@ -11,14 +11,12 @@ from torch import fx
 
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.schedule import held_back, launched, reorder
-from fxpasses.schedule.build import LAUNCH, LINK, SEND, WAIT, Program, build
-from fxpasses.schedule.machine import Machine
+from fxpasses.schedule.build import LAUNCH, LINK, SEND, WAIT, Program
 from fxpasses.schedule.tasks import Schedule, queued
 from fxpasses.spec import check as check_rules
 from fxpasses.testing.check import settings
 from fxpasses.testing.strategies import SEEDS
-from fxpasses.testing.synthetic import GradientGraph
-from tests.testing.scheduling import MACHINES, layers, reduced
+from tests.testing.scheduling import MACHINES, Setting, layers
 
 
 def plans_as_programs(examples: int) -> None:
@@ -26,27 +24,18 @@ def plans_as_programs(examples: int) -> None:
     tasks; nothing else is moved.
     """
 
+    worlds, sizes = st.sampled_from((2, 3, 4)), st.sampled_from((1e-9, 1e-3))
+    schemes = st.sampled_from(("int4", "int8", "bf16", "bf16", "none"))
+
     @settings(examples)
     @given(
-        layers(),
-        st.sampled_from((2, 3, 4)),
-        st.sampled_from(("int4", "int8", "bf16", "bf16", "none")),
-        st.sampled_from((1e-9, 1e-3)),
-        MACHINES,
+        st.builds(Setting, layers(), worlds, schemes, sizes, MACHINES),
         st.one_of(st.none(), st.floats(0.5, 1.05)),
         SEEDS,
     )
-    def search(
-        source: GradientGraph,
-        world: int,
-        scheme: str,
-        bucket_mb: float,
-        rates: str,
-        share: float | None,
-        seed: int,
-    ) -> None:
-        graph = reduced(source, world, 0, scheme, bucket_mb)
-        program = build(graph, Machine.parse(rates), world)
+    def search(setting: Setting, share: float | None, seed: int) -> None:
+        graph = setting.graph()
+        program = setting.program(graph)
         dice = random.Random(seed)
         schedule = queued(program.tasks, _drawn_order(program, dice))
         order = launched(program, schedule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from unittest import mock
@@ -16,10 +17,10 @@ from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.compress import Compress
 from fxpasses.passes.schedule import Scheduling
 from fxpasses.schedule import solve as solving
-from fxpasses.schedule.build import build
+from fxpasses.schedule.build import Program, build
 from fxpasses.schedule.cost import is_view
 from fxpasses.schedule.machine import Machine
-from fxpasses.schedule.tasks import Task, in_order, needed_memory, queued
+from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, queued
 from fxpasses.spec import check as check_rules
 from fxpasses.testing.check import settings
 from fxpasses.testing.oracles import Run, run_pass
@@ -46,11 +47,51 @@ MACHINES = st.sampled_from(
 )
 SCHEMES = st.sampled_from(("int4", "int4", "int8", "int4", "bf16", "topk:ratio=0.3", "none"))
 
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A backward, and what is known of where it runs.
+
+    Attributes:
+        bucket_mb: MiB of a bucket.
+        rates: of the machine that is planned for.
+    """
+
+    source: GradientGraph
+    world: int
+    scheme: str
+    bucket_mb: float = 1e-9
+    rates: str = ""
+
+    def graph(self, rank: int = 0) -> TrainingGraph:
+        """What there is to plan on a rank."""
+        graph = self.source.build()
+        Bucketing(mb=self.bucket_mb, scheme=self.scheme).run(graph)
+        environment = {"group": "world", "world": self.world, "rank": rank, "reduce": "mean"}
+        Compress(scheme=self.scheme).bind({**environment, "reduce_dtype": None}).run(graph)
+        return graph
+
+    def program(self, graph: TrainingGraph) -> Program:
+        return build(graph, Machine.parse(self.rates), self.world)
+
+    def tasks(self, graph: TrainingGraph) -> tuple[Sequence[Task], range]:
+        """With the order in which they are given."""
+        tasks = self.program(graph).tasks
+        return tasks, in_order(tasks)
+
+    def schedule(self, graph: TrainingGraph) -> Schedule:
+        """What the model predicts of a graph as it is."""
+        return queued(*self.tasks(graph))
+
+    def pass_with(self, cap: float | None, layout: tuple[str, ...] | None = None) -> Scheduling:
+        """The pass, with a cap in MiB."""
+        return Scheduling(machine=self.rates, memory_mb=cap, world=self.world, layout=layout)
+
+
 _PRODUCTS = tuple(Step("product", at, 1) for at in (0, 2, 3, 4))
 _TWO_BUCKETS = GradientGraph((Leaf((8, 8)),), _PRODUCTS, (2, 4), (Leaf((8, 8)),))
 _TWO_DTYPES = GradientGraph((Leaf((2, 3)), Leaf((2, 3), "bfloat16")), gradients=(0, 1))
-
-_SMALL_SHARDS = GradientGraph((Leaf((1,)),), gradients=(0, 0), saved=())
+_SMALL_SHARDS = GradientGraph((Leaf((1,)),), gradients=(0, 0))
 
 
 def _in_a_row(*operators: str, gradients: tuple[int, ...]) -> GradientGraph:
@@ -67,47 +108,38 @@ def schedules(examples: int) -> None:
     step that the model predicts is shorter by what is worth it, or the graph as it was; the cap is kept.
     """
 
+    sources = st.one_of(layers(), gradient_graphs(max_steps=8).filter(_is_real))
+    worlds = st.sampled_from((3, 3, 2, 4, 1))
+    sizes = st.sampled_from((1e-9, 1e-3, 3e-5, 1.0))
+
     @settings(examples)
     @given(
-        st.one_of(layers(), gradient_graphs(max_steps=8).filter(_is_real)),
-        st.sampled_from((3, 3, 2, 4, 1)),
-        SCHEMES,
-        st.sampled_from((1e-9, 1e-3, 3e-5, 1.0)),
-        MACHINES,
+        st.builds(Setting, sources, worlds, SCHEMES, sizes, MACHINES),
         st.sampled_from((None, None, 0.8, 1.0, 1.2)),
         st.booleans(),
         SEEDS,
     )
     # A program does not wait for room as its plan does: it held two buckets where there was room for one.
-    @example(_TWO_BUCKETS, 3, "bf16", 1e-9, "", 0.8, False, 0)
+    @example(Setting(_TWO_BUCKETS, 3, "bf16"), 0.8, False, 0)
     # Views of one bucket's result stood with the task behind them, and brought what they read with them.
-    @example(_TWO_DTYPES, 3, "int8", 1e-9, _FAST, 1.0, False, 0)
+    @example(Setting(_TWO_DTYPES, 3, "int8", rates=_FAST), 1.0, False, 0)
     # Shards of which some hold nothing.
-    @example(_SMALL_SHARDS, 3, "int4", 1e-9, "", None, False, 0)
+    @example(Setting(_SMALL_SHARDS, 3, "int4"), None, False, 0)
     # Of few that are drawn any order is better than the one that is there.
-    @example(_TURNED, 4, "int4", 1e-9, _FAST, None, False, 0)
-    @example(_TURNED, 4, "int4", 1e-9, _FAST, 0.8, False, 0)
-    @example(_TURNED, 4, "int4", 1e-9, _FAST, 1.2, False, 0)
-    @example(_TURNED_AT_ONCE, 3, "int4", 1e-9, _BUSY, None, False, 0)
-    @example(_TURNED_AT_ONCE, 3, "int4", 1e-9, _BUSY, 1.0, False, 0)
-    def search(
-        source: GradientGraph,
-        world: int,
-        scheme: str,
-        bucket_mb: float,
-        rates: str,
-        share: float | None,
-        agreed: bool,
-        seed: int,
-    ) -> None:
-        graphs = [reduced(source, world, rank, scheme, bucket_mb) for rank in range(world)]
-        before = _program(graphs[0], rates, world)
+    @example(Setting(_TURNED, 4, "int4", rates=_FAST), None, False, 0)
+    @example(Setting(_TURNED, 4, "int4", rates=_FAST), 0.8, False, 0)
+    @example(Setting(_TURNED, 4, "int4", rates=_FAST), 1.2, False, 0)
+    @example(Setting(_TURNED_AT_ONCE, 3, "int4", rates=_BUSY), None, False, 0)
+    @example(Setting(_TURNED_AT_ONCE, 3, "int4", rates=_BUSY), 1.0, False, 0)
+    def search(setting: Setting, share: float | None, agreed: bool, seed: int) -> None:
+        graphs = [setting.graph(rank) for rank in range(setting.world)]
+        before = setting.tasks(graphs[0])
         for graph in graphs:
-            assert _program(graph, rates, world) == before, "ranks could plan differently"
+            assert setting.tasks(graph) == before, "ranks could plan differently"
         peak = queued(*before).peak_memory
         cap = None if share is None else peak * share / 2**20
         layout = ("elsewhere.weight",) if agreed and seed % 4 == 0 else None
-        current = Scheduling(machine=rates, memory_mb=cap, world=world, layout=layout)
+        current = setting.pass_with(cap, layout)
         try:
             runs = [run_pass([current], graph) for graph in graphs]
         except ValueError as error:
@@ -115,7 +147,7 @@ def schedules(examples: int) -> None:
             assert needed_memory(*before) > int(cap * 2**20)
             return
         run = Run(
-            (current,) * world,
+            (current,) * setting.world,
             graphs[0],
             tuple(each.after for each in runs),
             tuple(each.reports[0] for each in runs),
@@ -128,7 +160,7 @@ def schedules(examples: int) -> None:
         orders = {_sent(each.after) for each in runs}
         assert len(orders) == 1, "ranks that plan with the same rates send in another order"
         _computes_the_same(graphs, run)
-        _not_later(run, rates, cap, peak)
+        _not_later(run, setting, cap, peak)
         assert not run_pass([current], run.after).reports[0].changed, (
             "moves again what it has moved"
         )
@@ -141,25 +173,24 @@ def schedules(examples: int) -> None:
 def worth_moving() -> None:
     """Where a shorter order is found it is taken; where too much is held another; where none fits, no other."""
 
-    def moved(source: GradientGraph, world: int, scheme: str, rates: str, cap: int | None) -> Run:
-        share = None if cap is None else cap / 2**20
-        current = Scheduling(machine=rates, memory_mb=share, world=world)
-        run = run_pass([current], reduced(source, world, 0, scheme, 1e-9))
+    def moved(setting: Setting, cap: int | None) -> Run:
+        current = setting.pass_with(None if cap is None else cap / 2**20)
+        run = run_pass([current], setting.graph())
         assert run.reports[0].changed
         return run
 
-    for source, world, rates in ((_TURNED, 4, _FAST), (_TURNED_AT_ONCE, 3, _BUSY)):
-        run = moved(source, world, "int4", rates, None)
-        before, after = (queued(*_program(g, rates, world)) for g in (run.before, run.after))
+    turned = Setting(_TURNED, 4, "int4", rates=_FAST)
+    for setting in (turned, Setting(_TURNED_AT_ONCE, 3, "int4", rates=_BUSY)):
+        run = moved(setting, None)
+        before, after = (setting.schedule(graph) for graph in (run.before, run.after))
         assert after.makespan < before.makespan * (1 - 1e-3)
-    graph = reduced(_TURNED, 4, 0, "int4", 1e-9)
-    apart = Scheduling(machine=_FAST, world=4, layout=("elsewhere.weight",))
-    assert not run_pass([apart], graph).reports[0].changed, "ranks could send in another order"
-    tasks, order = _program(reduced(_TWO_BUCKETS, 3, 0, "bf16", 1e-9), "", 3)
-    cap = int(0.8 * queued(tasks, order).peak_memory)
-    run = moved(_TWO_BUCKETS, 3, "bf16", "", cap)
-    assert queued(*_program(run.after, "", 3)).peak_memory <= cap
-    message = refusal(functools.partial(moved, _TWO_BUCKETS, 3, "bf16", "", 1))
+    apart = turned.pass_with(None, layout=("elsewhere.weight",))
+    changed = run_pass([apart], turned.graph()).reports[0].changed
+    assert not changed, "ranks could send in another order"
+    setting = Setting(_TWO_BUCKETS, 3, "bf16")
+    cap = int(0.8 * setting.schedule(setting.graph()).peak_memory)
+    assert setting.schedule(moved(setting, cap).after).peak_memory <= cap
+    message = refusal(functools.partial(moved, setting, 1))
     assert "bytes at once" in message and " 1 bytes" in message
 
 
@@ -190,24 +221,9 @@ def _is_real(graph: GradientGraph) -> bool:
     return all(g.node.meta["val"].dtype.is_floating_point for g in graph.build().gradients())
 
 
-def reduced(
-    source: GradientGraph, world: int, rank: int, scheme: str, bucket_mb: float
-) -> TrainingGraph:
-    graph = source.build()
-    Bucketing(mb=bucket_mb, scheme=scheme).run(graph)
-    environment = {"group": "world", "world": world, "rank": rank, "reduce": "mean"}
-    Compress(scheme=scheme).bind({**environment, "reduce_dtype": None}).run(graph)
-    return graph
-
-
 def _sent(graph: TrainingGraph) -> tuple[tuple[str, str], ...]:
     launches = [n.meta["provenance"] for n in graph.walk() if is_launch(n)]
     return tuple((str(origin.parameters), origin.rule) for origin in launches)
-
-
-def _program(graph: TrainingGraph, rates: str, world: int) -> tuple[Sequence[Task], range]:
-    tasks = build(graph, Machine.parse(rates), world).tasks
-    return tasks, in_order(tasks)
 
 
 def only_moved(run: Run) -> None:
@@ -235,11 +251,11 @@ def _computes_the_same(graphs: Sequence[TrainingGraph], run: Run) -> None:
         assert all(bitwise(x, y) for x, y in zip(a, b, strict=True)), "another result"
 
 
-def _not_later(run: Run, rates: str, cap_mb: float | None, peak: int) -> None:
+def _not_later(run: Run, setting: Setting, cap_mb: float | None, peak: int) -> None:
     """By the same model that it plans with."""
     current, report = run.current, run.reports[0]
     assert isinstance(current, Scheduling)
-    before, after = (queued(*_program(g, rates, run.world)) for g in (run.before, run.after))
+    before, after = (setting.schedule(graph) for graph in (run.before, run.after))
     order = [n.name for n in run.before.graph.nodes]
     moved = sum(a != n.name for a, n in zip(order, run.after.graph.nodes, strict=True))
     if current.layout is not None:
