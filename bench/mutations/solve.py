@@ -4,7 +4,7 @@ WRITTEN = (
     (
         "the first that was found",
         "best = min(found, key=lambda s: s.makespan, default=None)",
-        "best = found[0]",
+        "best = found[0] if found else None",
     ),
     (
         "the worst",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fxpasses.compression import Scheme, parse_rules
 from fxpasses.effects import is_launch, is_wait
+from fxpasses.graph import Role, TrainingGraph
 from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.rewrite import Provenance, origin_of
@@ -26,6 +27,12 @@ WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RULES = {"encode", "launch", "receive", "recode", "relaunch", "wait", "decode", "commit", "finite"}
 FEEDBACK = {"residual", "velocity", "estimate", "mean_estimate"}
 EPS = torch.finfo(torch.float32).eps
+
+
+def only_scheme(words: str) -> Scheme:
+    """The scheme of all parameters."""
+    ((_, scheme),) = parse_rules(words)
+    return scheme
 
 
 def real_graphs() -> st.SearchStrategy[GradientGraph]:
@@ -54,7 +61,7 @@ def compressed_as_promised(run: Run) -> None:
     """
     current, graph = run.current, run.after
     assert isinstance(current, Compress)
-    ((_, scheme),) = parse_rules(current.scheme or "")
+    scheme = only_scheme(current.scheme or "")
     buckets = [n for n in run.before.walk() if "bucket" in n.meta]
     launches = [n for n in graph.walk() if is_launch(n)]
     payloads = [n.args[0].meta["val"] for n in launches]
@@ -112,29 +119,41 @@ def _in_order(run: Run, launches: list[torch.fx.Node]) -> None:
     assert results and min(names.index(n.name) for n in results) > max(computed)
 
 
-def _again(run: Run, fill: Callable[[str, torch.Tensor], torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Outputs of the same inputs once more, with other states.
+def _again(
+    run: Run,
+    graphs: Sequence[TrainingGraph],
+    change: Callable[[int, Role, torch.Tensor], torch.Tensor],
+) -> list[tuple[Any, ...]]:
+    """Outputs of graphs, one for each rank, for the same inputs once more, some of them changed.
 
     Args:
-        fill: makes a state's value from its name and what the first run wrote.
+        change: makes a value from its rank, its role and the first run's value.
     """
-    rows = []
-    for rank, (graph, written) in enumerate(zip(run.afters, run.traced_after.results, strict=True)):
-        new = {role.name: written[at] for at, _, role in graph.outputs("state")}
-        values = random_inputs(graph, run.seed * 97 + rank)
-        rows.append(
-            [
-                fill(role.name, new[role.name]) if role.name in new else value
-                for (_, role), value in zip(graph.inputs(), values, strict=True)
-            ]
-        )
-    return run_world(run.afters, rows)
+    rows = [
+        [
+            change(rank, role, value)
+            for (_, role), value in zip(
+                graph.inputs(), random_inputs(graph, run.seed * 97 + rank), strict=True
+            )
+        ]
+        for rank, graph in enumerate(graphs)
+    ]
+    return run_world(graphs, rows)
+
+
+def _written(run: Run) -> list[dict[str, torch.Tensor]]:
+    """By rank, the states that the first run wrote."""
+    return [
+        {role.name: row[at] for at, _, role in graph.outputs("state")}
+        for graph, row in zip(run.afters, run.traced_after.results, strict=True)
+    ]
 
 
 def _second_step(run: Run, scheme: Scheme, gradients: dict[str, int], scale: int) -> None:
     """All ranks have the same again, and what was not sent is sent with the next gradients."""
     before, first = run.traced_before.results, run.traced_after.results
-    second = _again(run, lambda name, written: written)
+    written = _written(run)
+    second = _again(run, run.afters, lambda rank, role, x: written[rank].get(role.name, x))
     for name, index in gradients.items():
         assert all(bitwise(row[index], second[0][index]) for row in second), f"{name} differs"
     if scheme.momentum:
@@ -187,36 +206,27 @@ def _kept(run: Run, scheme: Scheme) -> None:
 
 def _not_poisoned(run: Run) -> None:
     """Where a rank has what is not finite, every rank keeps what it kept."""
-    written = run.traced_after.results
-    rows: dict[bool, list[list[Any]]] = {False: [], True: []}
-    for rank, after in enumerate(run.afters):
-        states = {role.name: written[rank][at] for at, _, role in after.outputs("state")}
-        for is_after, graph in ((False, run.before), (True, after)):
-            values = random_inputs(graph, run.seed * 97 + rank)
-            row = [
-                states.get(role.name, value)
-                for (_, role), value in zip(graph.inputs(), values, strict=True)
-            ]
-            if rank == run.seed % run.world:
-                row = [
-                    torch.full_like(value, torch.inf) if role.kind == "tangent" else value
-                    for (_, role), value in zip(graph.inputs(), row, strict=True)
-                ]
-            rows[is_after].append(row)
-    local = run_world([run.before] * run.world, rows[False])
+    written, spoiled = _written(run), run.seed % run.world
+
+    def spoil(rank: int, role: Role, value: torch.Tensor) -> torch.Tensor:
+        if rank == spoiled and role.kind == "tangent":
+            return torch.full_like(value, torch.inf)
+        return written[rank].get(role.name, value)
+
+    local = _again(run, [run.before] * run.world, spoil)
     indices = [g.index for g in run.before.gradients()]
     if all(row[index].isfinite().all() for row in local for index in indices):
         return
-    for rank, row in enumerate(run_world(run.afters, rows[True])):
+    for rank, row in enumerate(_again(run, run.afters, spoil)):
         for at, _, role in run.after.outputs("state"):
-            assert bitwise(row[at], written[rank][at]), f"{role.name} is poisoned"
+            assert bitwise(row[at], written[rank][role.name]), f"{role.name} is poisoned"
 
 
 def thin_matrices(run: Run) -> None:
     """What arrives of a matrix is of the rank, and the mean projected; what is small arrives as it is."""
     current = run.current
     assert isinstance(current, Compress)
-    ((_, scheme),) = parse_rules(current.scheme or "")
+    scheme = only_scheme(current.scheme or "")
     before, after = run.traced_before.results, run.traced_after.results
     scale = run.world if current.reduce == "sum" else 1
     states = {role.name.partition("/")[0] for _, _, role in run.after.outputs("state")}
@@ -248,12 +258,15 @@ def _begins_where_it_ended(run: Run, rank: int) -> None:
     graph, scale = run.after, run.world if run.current.reduce == "sum" else 1  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(run.seed)
 
-    def begin(name: str, old: torch.Tensor) -> torch.Tensor:
+    def begin(rank: int, role: Role, old: torch.Tensor) -> torch.Tensor:
+        if role.kind != "state":
+            return old
         drawn = torch.randn(old.shape, generator=generator)
-        return starts.setdefault(name, drawn if name.startswith("subspace/") else drawn * 0)
+        is_subspace = role.name.startswith("subspace/")
+        return starts.setdefault(role.name, drawn if is_subspace else drawn * 0)
 
     starts: dict[str, torch.Tensor] = {}
-    found = _again(run, begin)[0]
+    found = _again(run, run.afters, begin)[0]
     gradients = {g.parameter: g.index for g in run.before.gradients()}
     for node, role in graph.inputs("state"):
         if not role.name.startswith("subspace/"):

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from custom_ops.layout import Layout, Layout16, TopKLayout
 from fxpasses.codecs import loss_bound
-from fxpasses.compression import Scheme, parse_rules
+from fxpasses.compression import Scheme
 from fxpasses.exchange import ROUNDS
 from fxpasses.powersgd import SUBSPACE
 from fxpasses.testing.check import settings
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.strategies import SEEDS
-from tests.testing.compression import EPS, is_thin, states_of
+from tests.testing.compression import EPS, is_thin, only_scheme, states_of
 from tests.testing.exchanged import CPU, Exchanged, Parameters, Values, exchange, exchanges_of
 
 TWO_LEGS_FROM = 3  # ranks
@@ -55,7 +55,7 @@ def exchanges_as_promised(examples: int) -> None:
     def search(
         words: str, shapes: list[tuple[int, ...]], world: int, size: float, begun: bool, seed: int
     ) -> None:
-        scheme, parameters = _scheme(words), _named(shapes)
+        scheme, parameters = only_scheme(words), _named(shapes)
         exchanges = exchanges_of(scheme, parameters, world)
         if exchanges is None:
             thin = any(is_thin(shape, scheme.rank) for shape in shapes)
@@ -92,7 +92,7 @@ def seeds_differ(examples: int) -> None:
         st.integers(0, 1000),
     )
     def search(words: str, world: int, rounds: int, first: int) -> None:
-        scheme, parameters = _scheme(words), _named([(3,)])
+        scheme, parameters = only_scheme(words), _named([(3,)])
         seeds = []
         for index in range(first, first + 24):
             exchanges = exchanges_of(scheme, parameters, world, index)
@@ -121,7 +121,7 @@ def bounds_are_reached(examples: int) -> None:
     @example("int8", 1, 127 * (1 + 2.0**-20), 0)
     @example("int4", 1, 7 * (1 + 2.0**-20), 0)
     def search(words: str, world: int, largest: float, seed: int) -> None:
-        scheme, parameters = _scheme(words + ":feedback=false"), _named([(64,)] * 32)
+        scheme, parameters = only_scheme(words + ":feedback=false"), _named([(64,)] * 32)
         exchanges = exchanges_of(scheme, parameters, world)
         assert exchanges is not None
         generator = torch.Generator().manual_seed(seed)
@@ -134,11 +134,6 @@ def bounds_are_reached(examples: int) -> None:
         assert 0.98 * bound < lost <= bound, f"{lost} is lost, {bound} is said"
 
     search()
-
-
-def _scheme(words: str) -> Scheme:
-    ((_, scheme),) = parse_rules(words)
-    return scheme
 
 
 def _named(shapes: Sequence[tuple[int, ...]]) -> Parameters:
@@ -229,14 +224,13 @@ def _sent(done: Exchanged) -> None:
         second = sum(_columns(done.parameters, scheme.rank)) * scheme.rank
         assert names == ["all_reduce"] * 2 and sizes == [4 * first, 4 * second]
         return
+    shards = world if world >= TWO_LEGS_FROM else 1
     if scheme.scheme == "topk":
         expected = [TopKLayout(sum(lengths), scheme.ratio).payload_bytes]
     elif scheme.scheme in ("bf16", "fp16"):
-        shards = world if world >= TWO_LEGS_FROM else 1
         layout = Layout16(sum(lengths), shards, scheme.scheme)
         expected = [layout.payload_bytes, layout.piece_bytes]
     else:
-        shards = world if world >= TWO_LEGS_FROM else 1
         first_bits = 4 if scheme.scheme == "int4" else 8
         second_bits = scheme.second_bits if first_bits == 4 else 8
         legs = [
@@ -304,11 +298,11 @@ def _conserved(done: Exchanged) -> None:
 
 def _within_its_bound(done: Exchanged) -> None:
     """What arrives of each parameter is near the mean, and so is what the ranks together keep near nothing."""
-    wanted, arrived = _wanted(done), _arrived(done)
+    wanted, arrived, slack = _wanted(done), _arrived(done), _slack(done)
     pieces = wanted.split(_numels(done.parameters), dim=1)
     found = arrived.split(_numels(done.parameters))
     for piece, mean in zip(pieces, found, strict=True):
-        bound = loss_bound(done.scheme, piece.abs()) + _slack(done)
+        bound = loss_bound(done.scheme, piece.abs()) + slack
         assert ((piece.mean(0) - mean).abs() <= bound).all(), f"off by more than {bound}"
     if done.exchanges[0].legs == 1:
         _loses_no_more(done)
@@ -319,7 +313,7 @@ def _within_its_bound(done: Exchanged) -> None:
 
 def _loses_no_more(done: Exchanged) -> None:
     """In one leg, what each rank keeps is what its own encoding loses."""
-    kinds, wanted = states_of(done.scheme), _wanted(done)
+    kinds, wanted, slack = states_of(done.scheme), _wanted(done), _slack(done)
     if "residual" in kinds:
         lost = done.all("residual", "news")
     elif "estimate" in kinds:
@@ -329,7 +323,7 @@ def _loses_no_more(done: Exchanged) -> None:
     numels = _numels(done.parameters)
     for piece, kept in zip(wanted.split(numels, dim=1), lost.split(numels, dim=1), strict=True):
         for had, rest in zip(piece, kept, strict=True):
-            bound = loss_bound(done.scheme, had[None].abs()) + _slack(done)
+            bound = loss_bound(done.scheme, had[None].abs()) + slack
             assert (rest.abs() <= bound).all(), f"a rank loses more than {bound}"
 
 

@@ -46,9 +46,8 @@ def splices_inline(examples: int) -> None:
         nodes = [n for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         first, second = nodes[a % len(nodes)], nodes[b % len(nodes)]
         if seed % 2 and _same_form(first, second):
-            second.meta["val"] = first.meta[
-                "val"
-            ]  # as where a pass copied the value of another node
+            # As where a pass copied the value of another node.
+            second.meta["val"] = first.meta["val"]
         old = [n.name for n in graph.graph.nodes]
         why = Provenance("test", name, first.name)
         result = splice(
