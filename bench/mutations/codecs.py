@@ -27,6 +27,7 @@ EQUIVALENT: dict[str, str] = {
     "arguments: torch.ops.fxpasses.topk_encode(flat, old, *self.layout.fields) "
     "-> torch.ops.fxpasses.topk_encode(old, flat, *self.layout.fields)": "it encodes their sum",
     "branch: lost if feedback else None -> lost": _NOBODY_READS,
+    "operator: self.world - 1 -> self.world + 1": "more is padded, as much on every rank, and cut off",
 }
 _NOT_SO_NEAR = "nothing that is drawn comes so near to the bound"
 KNOWN = {

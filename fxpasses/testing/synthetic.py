@@ -109,9 +109,19 @@ def _degree(operator: str, a: int, b: int) -> int | None:
     """
     if operator in ("mul", "product"):
         return a + b if a + b < 2 else None
-    if operator in ("add", "where", "cat"):
+    if operator in ("add", "bias", "where", "cat"):
         return a if a == b else None
-    if operator in ("sin", "exp", "large", "huge", "largest", "limit", "norm", "statistics"):
+    if operator in (
+        "sin",
+        "exp",
+        "large",
+        "huge",
+        "largest",
+        "limit",
+        "norm",
+        "chosen",
+        "statistics",
+    ):
         return None if a else 0
     if operator in ("mask", "dropped", "kept"):
         return None if a else b
@@ -159,6 +169,13 @@ def _drawn(*multiple: Call, like: bool = False) -> _Rule:
         return [memory, draw, *multiple, (aten.mul.Tensor, ("a", "_"), {})] if fits else []
 
     return calls
+
+
+def _chosen(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """Some elements, drawn with probabilities of their own, which are never low."""
+    calls: list[Call] = [(aten.sigmoid.default, ("a",), {}), (aten.nan_to_num.default, ("_",), {})]
+    draw: Call = (aten.bernoulli.default, ("_",), {})
+    return [*calls, draw, (aten.mul.Tensor, ("a", "_"), {})] if a.dtype == torch.float32 else []
 
 
 def _norm(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
@@ -300,12 +317,18 @@ _RARE: dict[str, _Rule] = {
         (aten.minimum.default, ("a", "_"), {}),
     ],
     "half": lambda a, b: _halves(a, b)[:2],
+    "bias": lambda a, b: (
+        [(aten.add.Tensor, ("a", "b"), {})]
+        if b.dim() == 1 < a.dim() and a.dtype == b.dtype and a.shape[-1] == b.shape[0]
+        else []
+    ),
     "dropped": _scaled_mask(aten.mul.Tensor, 2.0, "_", "b"),
     "kept": _scaled_mask(aten.div.Tensor, 0.5, "b", "_"),
     "drawn": _drawn(),
     "drawn_like": _drawn(like=True),
     "drawn_twice": _drawn((aten.mul.Tensor, ("_", 2.0), {})),
     "drawn_over": _drawn((aten.div.Tensor, ("_", 0.5), {})),
+    "chosen": _chosen,
     "dropout": _dropout,
     "norm": _norm,
     "pool": _pool,

@@ -175,6 +175,7 @@ def some_of_it(examples: int) -> None:
 
 
 _PRODUCT = Step("product", -1, -1)
+_SAVED = (Leaf((2,)), Leaf((2, 2)), Leaf((2, 2)))
 # What stands behind an operator.
 _FOLLOW = (
     (_PRODUCT,),
@@ -182,24 +183,37 @@ _FOLLOW = (
     (Step("exp", -1), Step("product", -2, -2)),
     (Step("rest", -1), Step("exp", -1), Step("transpose", -3), Step("exp", -1)),
     (Step("rest", -1), Step("exp", -1)),
-    (Step("add", -1, 0), _PRODUCT),
+    (Step("add", -1, 1), _PRODUCT),
 )
 _BINARY = ("mask", "where", "cat", "add", "mul", "product", "dropped", "kept")
+_PARTS = ("half", "halves", "max", "norm", "pool", "dropout")
 
 
 def what_stands_around_products() -> None:
     """Each operator between a product and another, or exponentials, or both."""
     for operator in (*OPERATORS, *RARE):
         for steps, other in itertools.product(
-            _FOLLOW, (-1, -2, 0) if operator in _BINARY else (0,)
+            _FOLLOW, (-1, -2, 1) if operator in _BINARY else (0,)
         ):
             between = (_PRODUCT, Step(operator, -1, other), *steps)
             gradients = tuple(range(-len(steps), 0))
-            spec = GradientGraph((), between, gradients, saved=(Leaf((2, 2)),) * 2)
+            spec = GradientGraph((), between, gradients, saved=_SAVED)
             for current in (Cast("bf16", ""), Cast("fp16", "aten.exp=infer;aten.relu=deny")):
                 run = run_pass([current], spec.build())
                 casts_as_promised(run)
                 no_dead_code(run)
+
+
+def parts_go_with_the_whole() -> None:
+    """Whatever is said of one of several values: it has the dtype that the operator gives it."""
+    for operator, mark in itertools.product(_PARTS, ("keep", "explicit", "effect")):
+        steps = (_PRODUCT, Step(operator, -1), _PRODUCT)
+        graph = GradientGraph((), steps, (-1,), saved=_SAVED).build()
+        parts = [node for node in graph.walk() if name(node) == "getitem"]
+        for node in parts:
+            node.meta |= {"effect": mark} if mark == "effect" else {"custom": {"precision": mark}}
+        assert parts
+        casts_as_promised(run_pass([Cast("bf16", "")], graph))
 
 
 def streams(examples: int) -> None:
@@ -245,4 +259,5 @@ SINGLE: tuple[Callable[[], None], ...] = (
     what_the_program_says_stays,
     sizes_that_vary,
     what_stands_around_products,
+    parts_go_with_the_whole,
 )

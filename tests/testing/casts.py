@@ -225,7 +225,8 @@ def _follows_low(casts: Casts, node: fx.Node) -> None:
         if n in casts.made and dtype(n) == casts.low and not is_small(casts.origin(n), casts.low)
     ]
     to_products = casts.kind(casts.before[node.name]) == "clear" and len(node.all_input_nodes) <= 1
-    if to_products and all(user in casts.lowered for user in node.users):
+    is_chosen = name(node) == "bernoulli" and name(node.all_input_nodes[0]) not in MEMORY
+    if to_products and not is_chosen and all(user in casts.lowered for user in node.users):
         return
     if cast_for_it and name(node) in COMMUTE and node.users.keys() & casts.lowered:
         others = [user for user in node.users if user not in casts.lowered]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 from fxpasses.compression import Scheme, parse_rules
 from fxpasses.effects import is_launch, is_wait
@@ -86,6 +87,7 @@ def compressed_as_promised(run: Run) -> None:
         states = {role.name.partition("/")[0] for _, _, role in graph.outputs("state")}
         assert states & FEEDBACK == states_of(scheme)
     _in_order(run, launches)
+    _as_large_everywhere(run)
     _kept(run, scheme)
     _not_poisoned(run)
 
@@ -117,6 +119,17 @@ def _in_order(run: Run, launches: list[torch.fx.Node]) -> None:
         n for n in run.after.walk() if is_wait(n) and origin_of(n).rule in ("wait", "finish")
     ]
     assert results and min(names.index(n.name) for n in results) > max(computed)
+
+
+def _as_large_everywhere(run: Run) -> None:
+    """The same operators make as much on every rank: each plans with its own graph, and all find one plan."""
+
+    def sizes(graph: TrainingGraph) -> list[tuple[str, list[torch.Size]]]:
+        values = [(str(n.target), tree_leaves(n.meta.get("val"))) for n in graph.walk()]
+        return [(name, [x.shape for x in found]) for name, found in values]
+
+    for rank, graph in enumerate(run.afters):
+        assert sizes(graph) == sizes(run.after), f"rank {rank} has other sizes"
 
 
 def _again(
