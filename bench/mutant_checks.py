@@ -21,6 +21,7 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         refusals,
         scaling,
         scheduling,
+        schemes,
         solving,
         splicing,
         statistics,
@@ -47,7 +48,6 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         ),
         *searches(p.overlap_changes_nothing, readers.readers_of_buckets),
     ]
-    compressed = holds(*(name for name in p.OWN if name.startswith("compress_")))
     exchanged = searches(
         exchanges.exchanges_as_promised, exchanges.seeds_differ, exchanges.bounds_are_reached
     )
@@ -72,7 +72,10 @@ def checks_of(module: str) -> tuple[Sequence[Drawn], Sequence[Single]]:
         "loss_scale": holds("loss_scale"),
         "overflow": [*holds("overflow"), *searches(scaling.overflow_of_buckets)],
         "clip_norm": [*holds("clip_norm"), *clipped, *searches(clipping.as_torch_clips)],
-        "compress": compressed,
+        "compress": [
+            *holds("compress_int4", "compress_bf16", "compress_powersgd"),
+            *searches(schemes.schemes_side_by_side),
+        ],
         **dict.fromkeys(("exchange", "codecs", "feedback"), sent),
         "powersgd": [*exchanged, *holds("compress_powersgd")],
         "rewrite": [*searches(splicing.splices_inline), *holds("bucketing")],

@@ -14,4 +14,7 @@ WRITTEN = (
     ("what says how is a way", 'node.meta["encoding"] = True', "pass"),
     ("states swapped", "zip(news, olds, strict=True)]", "zip(news[::-1], olds, strict=True)]"),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "keyword: min((one.bucket.readers[0] for one in sent), key=order.__getitem__) "
+    "-> min((one.bucket.readers[0] for one in sent))": "torch compares nodes by their place",
+}

@@ -86,10 +86,10 @@ def compressed_as_promised(run: Run) -> None:
     if any(n.meta["provenance"].rule == "encode" for n in new) and scheme.scheme != "powersgd":
         states = {role.name.partition("/")[0] for _, _, role in graph.outputs("state")}
         assert states & FEEDBACK == states_of(scheme)
-    _in_order(run, launches)
+    legs_in_order(run)
     _as_large_everywhere(run)
     _kept(run, scheme)
-    _not_poisoned(run)
+    not_poisoned(run)
 
 
 def states_of(scheme: Scheme) -> set[str]:
@@ -100,12 +100,14 @@ def states_of(scheme: Scheme) -> set[str]:
     return kept | ({"velocity"} if scheme.momentum else set())
 
 
-def _in_order(run: Run, launches: list[torch.fx.Node]) -> None:
+def legs_in_order(run: Run) -> None:
     """First legs in the order of their buckets, each in front of what was computed behind that; every wait for
     a result behind all computation.
     """
     before = [n for n in run.before.walk() if "bucket" in n.meta]
-    first = [n for n in launches if n.meta["provenance"].rule == "launch"]
+    if not before:
+        return
+    first = [n for n in run.after.walk() if is_launch(n) and origin_of(n).rule == "launch"]
     carried = [n.meta["provenance"].parameters for n in first]
     assert carried == [n.meta["bucket"].parameters for n in before]
     names = [n.name for n in run.after.graph.nodes]
@@ -217,7 +219,7 @@ def _kept(run: Run, scheme: Scheme) -> None:
         _second_step(run, scheme, gradients, scale)
 
 
-def _not_poisoned(run: Run) -> None:
+def not_poisoned(run: Run) -> None:
     """Where a rank has what is not finite, every rank keeps what it kept."""
     written, spoiled = _written(run), run.seed % run.world
 
