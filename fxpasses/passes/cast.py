@@ -26,6 +26,7 @@ from torch import fx
 
 from fxpasses.config import PRECISIONS, nearest
 from fxpasses.effects import is_collective
+from fxpasses.fakes import lie_alike, recompute, refresh
 from fxpasses.graph import OUTPUT_KINDS, TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.precision import (
@@ -91,7 +92,7 @@ class Cast(Pass):
                 casts.lower(node)
             elif not is_cast(node):  # those read either
                 casts.raise_inputs(node, lowered)
-        casts.drop_replaced()
+        casts.settle()
         # Statistics that a lowered operator returns as fp32 go with it.
         low_nodes = sum(_dtype(node) == low for node in lowered)
         return Report(True, {"lowered": low_nodes, "casts": casts.count})
@@ -293,7 +294,9 @@ class _Casts:
     def __init__(self, graph: TrainingGraph, low: torch.dtype) -> None:
         self._graph, self._low = graph, low
         self._made: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        self._originals: dict[fx.Node, fx.Node] = {}  # a cast back → the value that it rounds
+        self._moved: list[
+            fx.Node
+        ] = []  # what lies otherwise in memory than it did, or than what it casts
         self.count = 0
 
     def lower(self, node: fx.Node) -> None:
@@ -305,7 +308,8 @@ class _Casts:
         for source in node.all_input_nodes:
             if _dtype(source) == torch.float32 and source not in kept and not _is_tuple(source):
                 node.replace_input_with(source, self._cast(source, self._low))
-        _recompute(self._graph, node)
+        if recompute(self._graph, node):
+            self._moved.append(node)
 
     def raise_inputs(self, node: fx.Node, lowered: set[fx.Node]) -> None:
         """Give a node that stays as it was fp32 in place of what has been lowered."""
@@ -323,14 +327,17 @@ class _Casts:
         for source in sources:
             node.replace_input_with(source, self._cast(source, torch.float32))
 
-    def drop_replaced(self) -> None:
-        """Erase the numbers and masks of which now only the low ones are read."""
+    def settle(self) -> None:
+        """Let fake values be true, and erase the numbers and masks of which now only the low ones are read."""
+        refresh(self._graph, (user for node in self._moved for user in node.users))
         for source in {source for source, _ in self._made if not source.users}:
             self._graph.graph.erase_node(source)
 
     def _cast(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
         if (source, dtype) not in self._made:
-            self._made[source, dtype] = self._make(source, dtype)
+            cast = self._made[source, dtype] = self._make(source, dtype)
+            if not lie_alike(source.meta["val"], cast.meta["val"]):
+                self._moved.append(cast)
         return self._made[source, dtype]
 
     def _make(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -364,11 +371,3 @@ def _compares_exactly(node: fx.Node, low: torch.dtype) -> bool:
 
 def _is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), list | tuple)
-
-
-def _recompute(graph: TrainingGraph, node: fx.Node) -> None:
-    """The value of a node after its inputs have changed."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with graph.fake_mode, torch.no_grad():
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-    node.meta.pop("tensor_meta", None)

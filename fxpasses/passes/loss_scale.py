@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxpasses.fakes import read_instead
 from fxpasses.graph import SCALE_STATE, StateSpec, TrainingGraph, ancestors, tangents_reaching
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.precision import is_cast
@@ -121,10 +122,9 @@ class LossScaling(Pass):
             name=f"scaled_{tangent.name}",
             provenance=Provenance(self.name, "scale", tangent.name),
         )
-        for reader in casts:
-            reader.replace_input_with(tangent, exact)
-        for reader in others:
-            reader.replace_input_with(tangent, rounded[0])
+        read_instead(graph, casts, tangent, exact)
+        if others:
+            read_instead(graph, others, tangent, rounded[0])
 
     def _unscale(self, graph: TrainingGraph, node: fx.Node, reciprocal: Any) -> fx.Node:
         return splice(

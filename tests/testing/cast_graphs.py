@@ -17,6 +17,7 @@ from fxpasses.testing.capture import capture
 from fxpasses.testing.check import settings
 from fxpasses.testing.oracles.base import run_pass
 from fxpasses.testing.oracles.kept import no_dead_code
+from fxpasses.testing.oracles.rules import fakes_true as laid_out_as_said
 from fxpasses.testing.program import Layer, Program
 from fxpasses.testing.synthetic import OPERATORS, RARE, GradientGraph, Leaf, Step
 from tests.testing.casts import (
@@ -216,6 +217,18 @@ def parts_go_with_the_whole() -> None:
         casts_as_promised(run_pass([Cast("bf16", "")], graph))
 
 
+def pinned_views_are_laid_out_anew() -> None:
+    """What is cast behind an expansion is dense, and so are the views of it that stay."""
+    for behind in ((), (Step("exp", -1),)):
+        steps = (_PRODUCT, Step("expand", -1), Step("transpose", -1), *behind)
+        graph = GradientGraph((), steps, (-1,), saved=_SAVED).build()
+        pinned = [node for node in graph.walk() if name(node) == "permute"][-1]
+        pinned.meta["custom"] = {"precision": "keep"}
+        run = run_pass([Cast("bf16", "")], graph)
+        casts_as_promised(run)
+        laid_out_as_said(run)
+
+
 def streams(examples: int) -> None:
     """What commutes with rounding, read by a product and sums or comparisons, of what was low and was not; once
     or two of it; and one of the operators around it is marked.
@@ -260,4 +273,5 @@ SINGLE: tuple[Callable[[], None], ...] = (
     sizes_that_vary,
     what_stands_around_products,
     parts_go_with_the_whole,
+    pinned_views_are_laid_out_anew,
 )

@@ -164,6 +164,13 @@ def low_tangents_that_are_cast() -> None:
         check_run(LossScaling(3.0), spec, {"world": 1}, oracles=(*ORACLES, scaled_as_promised))
 
 
+def overlapping_tangents() -> None:
+    """Their multiples are dense, and views of those have other strides."""
+    leaf = Leaf((2, 3), layout="expanded")
+    spec = GradientGraph((leaf,), (Step("neg"), Step("transpose")), (0,), input_gradients=(2,))
+    check_run(LossScaling(256.0), spec, {"world": 1}, oracles=(*ORACLES, scaled_as_promised))
+
+
 def whole_steps_are_refused() -> None:
     """A graph that calls `backward()` itself has no tangent to scale."""
     spec = GradientGraph((Leaf((2,)),), gradients=(0,))
@@ -271,6 +278,7 @@ SINGLE: tuple[Callable[[], None], ...] = (
     complex_gradients_are_unscaled,
     constant_gradients_are_left_alone,
     low_tangents_that_are_cast,
+    overlapping_tangents,
     whole_steps_are_refused,
     complex_overflow_is_noticed,
     what_stands_behind_a_bucket_is_noticed,
