@@ -65,11 +65,19 @@ WRITTEN = (
     ),
     (
         "not rounded at all",
-        "reader.replace_input_with(tangent, rounded[0])",
-        "reader.replace_input_with(tangent, exact)",
+        "read_instead(graph, others, tangent, rounded[0])",
+        "read_instead(graph, others, tangent, exact)",
     ),
-    ("one reader missed", "        for reader in others:", "        for reader in others[1:]:"),
-    ("casts missed", "        for reader in casts:", "        for reader in casts[1:]:"),
+    (
+        "one reader missed",
+        "read_instead(graph, others, tangent",
+        "read_instead(graph, others[1:], tangent",
+    ),
+    (
+        "casts missed",
+        "read_instead(graph, casts, tangent",
+        "read_instead(graph, casts[1:], tangent",
+    ),
     ("gradients left in fp32", "_product(x, reciprocal).to(x.dtype)", "_product(x, reciprocal)"),
     ("constant gradients too", "for i, node in made if reach[node]}", "for i, node in made}"),
     ("tangents that are gradients too", ' and n.op != "placeholder")', ")"),
