@@ -97,19 +97,20 @@ WRITTEN = (
     ("masks count as values", " and not _comes_from_mask(n)]", "]"),
     (
         "what only leads to fp32 is lowered",
-        "                lowered -= {node, *_parts(node, lowered)}",
-        "                pass",
+        "                    lowered -= {node, *_parts(node, lowered)}",
+        "                    pass",
     ),
     (
         "parts are cast one by one",
-        "lowered -= {*moves, *parts}",
-        "pass",
+        "return {*moves, *parts} if len(parts) + direct > 1 else set()",
+        "return set()",
     ),
     (
         "moved values are cast behind",
         "if _is_cast_anyway(node, late | lowered, lowered, rounded, low):",
         "if False:",
     ),
+    ("looks once for what is idle", "while count != len(lowered):", "while count is None:"),
     (
         "streams are rounded",
         "may_be_read_low = operator_name(node) in COMMUTES and node in rounded",

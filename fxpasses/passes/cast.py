@@ -105,25 +105,36 @@ def _lowered(graph: TrainingGraph, low: torch.dtype, rules: Any) -> set[fx.Node]
     for node, kind in kinds.items():
         if kind == ALLOW or (kind in (INFER, CLEAR) and _follows(node, lowered, low)):
             lowered.add(node)
-    for node in reversed(kinds):
-        if node in lowered and not _is_tuple(node):
-            # Of several that move parts of one value to fp32, the value is cast.
-            moves = [u for u in node.users if kinds.get(u) == CLEAR and _only_leads_up(u, lowered)]
-            parts = [part for user in moves for part in _parts(user, lowered)]
-            direct = any(user not in lowered for user in node.users)
-            if len(parts) + direct > 1:
-                lowered -= {*moves, *parts}
-        if kinds[node] == INFER and _only_leads_up(node, lowered):
-            # What only leads to fp32 may as well compute in it.
-            sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
-            if len(sources) == 1:
-                lowered -= {node, *_parts(node, lowered)}
+    _drop_idle(kinds, lowered, low)
     late = {node for node, kind in kinds.items() if _may_follow_later(node, kind)}
     rounded = _rounded(kinds, lowered, low)
     for node in [n for n in reversed(kinds) if n in late and n not in lowered]:
         if _is_cast_anyway(node, late | lowered, lowered, rounded, low):
             lowered.add(node)
     return lowered
+
+
+def _drop_idle(kinds: dict[fx.Node, str], lowered: set[fx.Node], low: torch.dtype) -> None:
+    """Take out what need not be low, as nothing reads it low; and then what is read low by nothing else."""
+    count = None
+    while count != len(lowered):
+        count = len(lowered)
+        for node in reversed(kinds):
+            if node in lowered and not _is_tuple(node):
+                lowered -= _moved_apart(node, kinds, lowered)
+            if kinds[node] == INFER and _only_leads_up(node, lowered):
+                # What only leads to fp32 may as well compute in it.
+                sources = [n for n in node.all_input_nodes if n in lowered or _dtype(n) == low]
+                if len(sources) == 1:
+                    lowered -= {node, *_parts(node, lowered)}
+
+
+def _moved_apart(node: fx.Node, kinds: dict[fx.Node, str], lowered: set[fx.Node]) -> set[fx.Node]:
+    """What moves parts of a value to fp32: where there are several, it is the value that is cast."""
+    moves = [u for u in node.users if kinds.get(u) == CLEAR and _only_leads_up(u, lowered)]
+    parts = [part for user in moves for part in _parts(user, lowered)]
+    direct = any(user not in lowered for user in node.users)
+    return {*moves, *parts} if len(parts) + direct > 1 else set()
 
 
 def _rounded(kinds: dict[fx.Node, str], lowered: set[fx.Node], low: torch.dtype) -> set[fx.Node]:

@@ -15,7 +15,7 @@ could their plans, they send in an order that they agreed on, and this pass does
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from torch import fx
@@ -51,37 +51,60 @@ class Scheduling(Pass):
         assert self.world is not None
         if self.layout is not None:
             return Report(changed=False)
-        program = build(graph, Machine.parse(self.machine), self.world)
-        order = self._order(program)
+        program = self._program(graph)
+        cap = None if self.memory_mb is None else int(self.memory_mb * 2**20)
+        order = self._order(program, cap)
         before = list(graph.graph.nodes)
         if list(order) != list(range(len(order))):
             reorder(graph, program, order)
+        if cap is not None and any(work.kind == WAIT for work in program.works):
+            self._keep(graph, before, program, cap)
         moved = sum(a is not b for a, b in zip(before, graph.graph.nodes, strict=True))
         return Report(changed=bool(moved), counts={"tasks": len(order), "moved": moved})
 
-    def _order(self, program: Program) -> Sequence[int]:
+    def _program(self, graph: TrainingGraph) -> Program:
+        assert self.world is not None
+        return build(graph, Machine.parse(self.machine), self.world)
+
+    def _keep(
+        self, graph: TrainingGraph, before: Sequence[fx.Node], planned: Program, cap: int
+    ) -> None:
+        """Put the nodes back where more is held than may be: those that have become neighbours run as one
+        kernel, which holds what both make.
+
+        Raises:
+            ValueError: where that is too much as well.
+        """
+        if _as_it_is(self._program(graph)).peak_memory <= cap:
+            return
+        _arrange(graph, before)
+        given = _as_it_is(planned).peak_memory
+        if given > cap:
+            raise ValueError(
+                f"no order was found that holds at most {cap:,} bytes at once; the order given needs {given:,}"
+            )
+
+    def _order(self, program: Program, cap: int | None) -> Sequence[int]:
         from fxpasses.schedule.solve import postponed, solve
 
         as_it_is = range(len(program.tasks))
         if not any(work.kind == WAIT for work in program.works):
             return as_it_is
-        cap = None if self.memory_mb is None else int(self.memory_mb * 2**20)
         best = solve(program.tasks, cap).schedule
         late = [i for i, work in enumerate(program.works) if work.kind in (WAIT, CODEC)]
         order = launched(program, postponed(best, late, cap))
         if cap is not None:
             order = held_back(program, order, cap)
-        before, after = queued(program.tasks, as_it_is), queued(program.tasks, order)
+        before, after = _as_it_is(program), queued(program.tasks, order)
         better = after.makespan < before.makespan * (1 - _WORTH_IT)
         if cap is None:
             return order if better else as_it_is
-        if min(before.peak_memory, after.peak_memory) > cap:
-            raise ValueError(
-                f"no order was found that holds at most {cap:,} bytes at once; the order given needs "
-                f"{before.peak_memory:,}"
-            )
         keeps = after.peak_memory <= cap
         return order if keeps and (better or before.peak_memory > cap) else as_it_is
+
+
+def _as_it_is(program: Program) -> Schedule:
+    return queued(program.tasks, range(len(program.tasks)))
 
 
 def launched(program: Program, schedule: Schedule) -> list[int]:
@@ -137,16 +160,25 @@ def reorder(graph: TrainingGraph, program: Program, order: Sequence[int]) -> Non
     for node in reversed(inside):
         task = task_of.get(node, task)
         following[task].append(node)
-    placed: set[fx.Node] = {node for node in graph.graph.nodes if node.op == "placeholder"}
+    placed = dict.fromkeys(node for node in graph.graph.nodes if node.op == "placeholder")
     for i in order:
         for node in reversed(following[i]):
-            if node in task_of or placed.issuperset(node.all_input_nodes):
-                _place(graph, node, placed)
+            if node in task_of or placed.keys() >= set(node.all_input_nodes):
+                _place(node, placed)
     for node in inside:
-        _place(graph, node, placed)
+        _place(node, placed)
+    _arrange(graph, list(placed))
 
 
-def _place(graph: TrainingGraph, node: fx.Node, placed: set[fx.Node]) -> None:
+def _arrange(graph: TrainingGraph, nodes: Iterable[fx.Node]) -> None:
+    """Let nodes stand in this order; inputs and outputs stay."""
+    for node in nodes:
+        if node.op not in ("placeholder", "output"):
+            graph.output_node.prepend(node)
+
+
+def _place(node: fx.Node, placed: dict[fx.Node, None]) -> None:
+    """Put a node behind those that are placed, and in front of it what it reads."""
     pending = [node]
     while pending:
         missing = [n for n in pending[-1].all_input_nodes if n not in placed]
@@ -155,5 +187,4 @@ def _place(graph: TrainingGraph, node: fx.Node, placed: set[fx.Node]) -> None:
         elif missing:
             pending += missing
         else:
-            graph.output_node.prepend(pending[-1])
-            placed.add(pending.pop())
+            placed[pending.pop()] = None

@@ -217,6 +217,13 @@ def parts_go_with_the_whole() -> None:
         casts_as_promised(run_pass([Cast("bf16", "")], graph))
 
 
+def what_leads_to_nothing_low_stays() -> None:
+    """An operator between a low value and a concatenation, which stays since the value is read in fp32."""
+    steps = (_PRODUCT, Step("neg", -1), Step("neg", -2), Step("cat", -1, -3), Step("exp", -3))
+    spec = GradientGraph((), steps, (-1, -2), saved=_SAVED)
+    casts_as_promised(run_pass([Cast("bf16", "")], spec.build()))
+
+
 def pinned_views_are_laid_out_anew() -> None:
     """What is cast behind an expansion is dense, and so are the views of it that stay."""
     for behind in ((), (Step("exp", -1),)):
@@ -274,4 +281,5 @@ SINGLE: tuple[Callable[[], None], ...] = (
     what_stands_around_products,
     parts_go_with_the_whole,
     pinned_views_are_laid_out_anew,
+    what_leads_to_nothing_low_stays,
 )

@@ -33,11 +33,12 @@ from tests.testing.refusals import refusal
 
 # Where computation, codecs and the link take times that are alike, there is something to choose.
 _SMALL = "latency=0.0;collective_s=1e-06"
+_SLOW = f"bandwidth=3000000.0;flops=100000000.0;{_SMALL}"
 _FAST = f"bandwidth=10000000.0;flops=100000000.0;{_SMALL}"
 _BUSY = f"bandwidth=10000000.0;flops=100000000.0;host_s=3e-08;{_SMALL}"
 MACHINES = st.sampled_from(
     (
-        f"bandwidth=3000000.0;flops=100000000.0;{_SMALL}",
+        _SLOW,
         _FAST,
         f"bandwidth=3000000.0;flops=30000000.0;{_SMALL}",
         f"bandwidth=1000000.0;operator_s=0.0001;{_SMALL}",
@@ -91,6 +92,9 @@ class Setting:
 _PRODUCTS = tuple(Step("product", at, 1) for at in (0, 2, 3, 4))
 _TWO_BUCKETS = GradientGraph((Leaf((8, 8)),), _PRODUCTS, (2, 4), (Leaf((8, 8)),))
 _TWO_DTYPES = GradientGraph((Leaf((2, 3)), Leaf((2, 3), "bfloat16")), gradients=(0, 1))
+_SAVED_GRADIENT = GradientGraph((Leaf((2, 3)),), (), (1,), (Leaf((2, 3), "float64"),))
+_THREE_ALIKE = GradientGraph((Leaf((8, 8)),), gradients=(0, 0, 0))
+_FOUR_SMALL = GradientGraph((Leaf((1,)),), gradients=(0, 0, 0, 0))
 _SMALL_SHARDS = GradientGraph((Leaf((1,)),), gradients=(0, 0))
 
 
@@ -123,6 +127,11 @@ def schedules(examples: int) -> None:
     @example(Setting(_TWO_BUCKETS, 3, "bf16"), 0.8, False, 0)
     # Views of one bucket's result stood with the task behind them, and brought what they read with them.
     @example(Setting(_TWO_DTYPES, 3, "int8", rates=_FAST), 1.0, False, 0)
+    # Two tasks became neighbours, and so one kernel, which held more than both of them.
+    @example(Setting(_SAVED_GRADIENT, 2, "int4", rates=_SLOW), 0.8, False, 0)
+    # Another order is as good, or better by less than is worth it.
+    @example(Setting(_THREE_ALIKE, 3, "int4", rates=_BUSY), None, False, 0)
+    @example(Setting(_FOUR_SMALL, 3, "bf16", rates=_FAST), None, False, 0)
     # Shards of which some hold nothing.
     @example(Setting(_SMALL_SHARDS, 3, "int4"), None, False, 0)
     # Of few that are drawn any order is better than the one that is there.
