@@ -48,19 +48,19 @@ class Scheduling(Pass):
         Machine.parse(self.machine)
 
     def run(self, graph: TrainingGraph) -> Report:
-        assert self.world is not None
         if self.layout is not None:
             return Report(changed=False)
         program = self._program(graph)
         cap = None if self.memory_mb is None else int(self.memory_mb * 2**20)
-        order = self._order(program, cap)
         before = list(graph.graph.nodes)
-        if list(order) != list(range(len(order))):
-            reorder(graph, program, order)
-        if cap is not None and any(work.kind == WAIT for work in program.works):
-            self._keep(graph, before, program, cap)
+        if any(work.kind == WAIT for work in program.works):
+            order = self._order(program, cap)
+            if list(order) != list(range(len(order))):
+                reorder(graph, program, order)
+            if cap is not None:
+                self._keep(graph, before, program, cap)
         moved = sum(a is not b for a, b in zip(before, graph.graph.nodes, strict=True))
-        return Report(changed=bool(moved), counts={"tasks": len(order), "moved": moved})
+        return Report(changed=bool(moved), counts={"tasks": len(program.tasks), "moved": moved})
 
     def _program(self, graph: TrainingGraph) -> Program:
         assert self.world is not None
@@ -88,8 +88,6 @@ class Scheduling(Pass):
         from fxpasses.schedule.solve import postponed, solve
 
         as_it_is = range(len(program.tasks))
-        if not any(work.kind == WAIT for work in program.works):
-            return as_it_is
         best = solve(program.tasks, cap).schedule
         late = [i for i, work in enumerate(program.works) if work.kind in (WAIT, CODEC)]
         order = launched(program, postponed(best, late, cap))

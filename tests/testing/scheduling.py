@@ -154,6 +154,7 @@ def schedules(examples: int) -> None:
         except ValueError as error:
             assert cap is not None and "bytes at once" in str(error)
             assert needed_memory(*before) > int(cap * 2**20)
+            assert any(map(is_wait, graphs[0].walk())), "there is nothing to move"
             return
         run = Run(
             (current,) * setting.world,
@@ -198,7 +199,9 @@ def worth_moving() -> None:
     assert not changed, "ranks could send in another order"
     setting = Setting(_TWO_BUCKETS, 3, "bf16")
     cap = int(0.8 * setting.schedule(setting.graph()).peak_memory)
-    assert setting.schedule(moved(setting, cap).after).peak_memory <= cap
+    held = setting.schedule(moved(setting, cap).after).peak_memory
+    assert held <= cap, "too much is held"
+    assert setting.schedule(moved(setting, held).after).peak_memory <= held, "no room for what fits"
     message = refusal(functools.partial(moved, setting, 1))
     assert "bytes at once" in message and " 1 bytes" in message
 
