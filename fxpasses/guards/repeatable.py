@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpasses.effects import is_random
+from fxpasses.fakes import read_instead
 from fxpasses.graph import FAULT_TABLE, Role, TrainingGraph
 from fxpasses.guards.regions import Region, is_check
 from fxpasses.precision import operator_name
@@ -114,11 +115,11 @@ def _drop_by_mask(graph: TrainingGraph, node: fx.Node, made_by: str) -> list[fx.
     """Let a dropout draw without reading its input; returns the nodes that apply its mask."""
     x, p = node.args[:2]
     assert isinstance(x, fx.Node) and isinstance(p, float)
-    value, scale = x.meta["val"], 0.0 if p == 1 else 1 / (1 - p)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
     origin = Provenance(made_by, "dropout", node.name, model_line(node))
     form = unset(graph, node, x, origin)
     ones = splice(graph, node, lambda e: torch.fill(e, 1), form, name="ones", provenance=origin)
-    node.replace_input_with(x, ones)
+    read_instead(graph, [node], x, ones)
     parts: dict[int, fx.Node] = {user.args[1]: user for user in node.users}  # type: ignore[misc]
     if 1 not in parts:
         with graph.graph.inserting_after(node):
@@ -133,8 +134,7 @@ def _drop_by_mask(graph: TrainingGraph, node: fx.Node, made_by: str) -> list[fx.
         return x * mask * scale
 
     dropped = splice(graph, following, apply, x, parts[1], name="drop", provenance=origin)
-    parts[0].replace_all_uses_with(dropped)
-    dropped.meta["val"] = value
+    read_instead(graph, list(parts[0].users), parts[0], dropped)
     made = []
     while first.next is not following:
         first = first.next
