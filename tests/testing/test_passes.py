@@ -1,33 +1,27 @@
 """Our passes on graphs that nobody wrote by hand. `make fuzz` shows each of them 10,000."""
 
 import gc
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
 from fxpasses.testing.check import EXAMPLES_VARIABLE, count_of_examples
-from tests.testing import (
-    cast_graphs,
-    clipping,
-    exchanges,
-    ordering,
-    planning,
-    properties,
-    readers,
-    refusals,
-    scaling,
-    scheduling,
-    schemes,
-    solving,
-    splicing,
-    statistics,
-    tasks,
-    variants,
-)
+from tests.testing import promises, properties
+from tests.testing.scheduling import schedules
 
 # Further forms of one pass differ from the first in little: where waits stand, which codec. They, and what
 # several passes promise together, get 30 examples where a pass gets 200.
 FEW = -(-count_of_examples() * 30 // 200)
+
+
+def _all(by_module: Mapping[str, tuple[Any, ...]], *others: tuple[Any, ...]) -> list[Any]:
+    """Each property once."""
+    return list(dict.fromkeys(itertools.chain(*by_module.values(), *others)))
+
+
+SEVERAL = _all(promises.DRAWN, promises.ANYWHERE, promises.TOGETHER)
 
 
 @pytest.fixture(autouse=True)
@@ -60,72 +54,15 @@ def test_pass(name, monkeypatch):
 
 @pytest.mark.timeout(0)
 def test_schedule():
-    scheduling.schedules(count_of_examples(30))
+    schedules(count_of_examples(30))
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(
-    "search",
-    [
-        properties.pipelines_agree,
-        properties.overlap_changes_nothing,
-        variants.variants_as_promised,
-        variants.buffers_of_others,
-        splicing.splices_inline,
-        properties.layouts,
-        properties.bucket_limits,
-        properties.bucket_layouts,
-        scaling.overflow_of_buckets,
-        clipping.clipping_by_bucket,
-        clipping.as_torch_clips,
-        exchanges.exchanges_as_promised,
-        exchanges.seeds_differ,
-        exchanges.bounds_are_reached,
-        readers.readers_of_buckets,
-        schemes.schemes_side_by_side,
-        refusals.wrong_options,
-        planning.plans_as_programs,
-        ordering.events_as_promised,
-        ordering.links_as_promised,
-        ordering.order_as_promised,
-        solving.all_orders,
-        solving.bounds_as_promised,
-        solving.lists_as_promised,
-        solving.memory_is_spared,
-        solving.moves_as_promised,
-        solving.postponed_as_promised,
-        solving.searches_in_bounds,
-        solving.solutions,
-        solving.swaps_as_promised,
-        tasks.tasks_as_promised,
-        cast_graphs.marked_operators,
-        cast_graphs.streams,
-        cast_graphs.some_of_it,
-        statistics.statistics_of_whole_steps,
-        statistics.statistics_of_many_buffers,
-    ],
-)
+@pytest.mark.parametrize("search", [search for search in SEVERAL if search is not schedules])
 def test_several(search):
     search(FEW)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        properties.mean_keeps_large_numbers,
-        variants.layout_of_a_variant,
-        *splicing.SINGLE,
-        *refusals.SINGLE,
-        *scheduling.SINGLE,
-        *tasks.SINGLE,
-        *ordering.SINGLE,
-        solving.all_orders_are_few,
-        solving.search_comes_close,
-        solving.search_finds_the_best,
-        clipping.what_is_not_finite,
-        *cast_graphs.SINGLE,
-        *scaling.SINGLE,
-    ],
-)
+@pytest.mark.parametrize("check", _all(promises.SINGLE, promises.ANYWHERE_SINGLE))
 def test_single(check):
     check()
