@@ -14,7 +14,13 @@ WRITTEN = (
     ("what says how is a way", 'node.meta["encoding"] = True', "pass"),
     ("states swapped", "zip(news, olds, strict=True)]", "zip(news[::-1], olds, strict=True)]"),
 )
+KNOWN = {
+    "branch: x if exchange is None else exchange.telling(x) -> x": (
+        "what tells of a bucket is there to spare a look at all of it"
+    ),
+}
 EQUIVALENT: dict[str, str] = {
     "keyword: min((one.bucket.readers[0] for one in sent), key=order.__getitem__) "
     "-> min((one.bucket.readers[0] for one in sent))": "torch compares nodes by their place",
+    "branch: mean * scale if scale != 1 else mean -> mean * scale": "once a value is that value",
 }

@@ -48,7 +48,10 @@ PASSES: dict[str, tuple[str, ...]] = {
     },
     "gradient_sync": _SYNCHRONISED,
     "reduction": (*_SYNCHRONISED, "compress_int4"),
-    "compress": ("compress_int4", "compress_bf16", "compress_powersgd"),
+    "compress": (
+        *("compress_int4", "compress_bf16", "compress_powersgd"),
+        "compress_int4:stochastic=true:feedback=ef21",
+    ),
     **dict.fromkeys(("exchange", "codecs", "feedback"), ("compress_int4",)),
     "powersgd": ("compress_powersgd",),
     "rewrite": ("bucketing",),
