@@ -20,11 +20,15 @@ WRITTEN = (
         "if node in task_of or placed.keys() >= set(node.all_input_nodes):",
         "if True:",
     ),
-    ("inputs are not waited for", "elif missing:", "elif False:"),
+    ("inputs are not waited for", "if missing:", "if False:"),
     ("says it changed nothing", "Report(changed=bool(moved),", "Report(changed=False,"),
     ("counts all nodes", "a is not b for a, b in", "True for a, b in"),
-    ("neighbours are not looked at again", "self._keep(graph, before, program, cap)", "pass"),
-    ("nodes are not put back", "_arrange(graph, before)", "pass"),
+    (
+        "neighbours are not looked at again",
+        "keep_below(cap, graph, before, program, self._program(graph))",
+        "pass",
+    ),
+    ("nodes are not put back", "_arrange(graph, nodes_before)", "pass"),
     ("launches as they become ready", "while begins and begins[0] in ready:", "while False:"),
 )
 _NO_NODE_IN_FRONT = "inputs have their places, and the output stays behind everything"
@@ -37,10 +41,16 @@ EQUIVALENT: dict[str, str] = {
     "-> zip(graph.graph.nodes, before, strict=True)": "either way round they are told apart",
     "comparison: after.makespan < before.makespan * (1 - _WORTH_IT) "
     "-> after.makespan <= before.makespan * (1 - _WORTH_IT)": "no prediction is exactly that",
+    "condition: if node is not graph.output_node: graph.output_node.prepend(node) "
+    "-> if True: graph.output_node.prepend(node)": "torch puts no node in front of itself",
 }
 _SHOWN_ELSEWHERE = "that waits are as late as costs nothing is asked of `postponed` itself"
 _NO_OTHER_LOSS = "what the host loses by another launch does not stand there"
+_BEFORE_ITS_READER = "a view of inputs stands in front of what reads it, whatever task is behind it"
 KNOWN = {
+    "constant: 'placeholder' -> 'placeholderx', in node.op == 'placeholder'": _BEFORE_ITS_READER,
+    "comparison: placed.keys() >= set(node.all_input_nodes) "
+    "-> placed.keys() > set(node.all_input_nodes)": _BEFORE_ITS_READER,
     "operator: launch + 2 -> launch - 2": _NO_OTHER_LOSS,
     "constant: 3 -> 4, in launch + 3": _NO_OTHER_LOSS,
     "by hand: waits are not postponed": _SHOWN_ELSEWHERE,

@@ -58,31 +58,13 @@ class Scheduling(Pass):
             if list(order) != list(range(len(order))):
                 reorder(graph, program, order)
             if cap is not None:
-                self._keep(graph, before, program, cap)
+                keep_below(cap, graph, before, program, self._program(graph))
         moved = sum(a is not b for a, b in zip(before, graph.graph.nodes, strict=True))
         return Report(changed=bool(moved), counts={"tasks": len(program.tasks), "moved": moved})
 
     def _program(self, graph: TrainingGraph) -> Program:
         assert self.world is not None
         return build(graph, Machine.parse(self.machine), self.world)
-
-    def _keep(
-        self, graph: TrainingGraph, before: Sequence[fx.Node], planned: Program, cap: int
-    ) -> None:
-        """Put the nodes back where more is held than may be: those that have become neighbours run as one
-        kernel, which holds what both make.
-
-        Raises:
-            ValueError: where that is too much as well.
-        """
-        if _as_it_is(self._program(graph)).peak_memory <= cap:
-            return
-        _arrange(graph, before)
-        given = _as_it_is(planned).peak_memory
-        if given > cap:
-            raise ValueError(
-                f"no order was found that holds at most {cap:,} bytes at once; the order given needs {given:,}"
-            )
 
     def _order(self, program: Program, cap: int | None) -> Sequence[int]:
         from fxpasses.schedule.solve import postponed, solve
@@ -147,6 +129,30 @@ def held_back(program: Program, order: Sequence[int], memory_cap: int) -> list[i
     return found
 
 
+def keep_below(
+    memory_cap: int,
+    graph: TrainingGraph,
+    nodes_before: Sequence[fx.Node],
+    before: Program,
+    after: Program,
+) -> None:
+    """Put the nodes back where more is held than may be: those that have become neighbours run as one kernel,
+    which holds what both make.
+
+    Raises:
+        ValueError: where that is too much as well.
+    """
+    if _as_it_is(after).peak_memory <= memory_cap:
+        return
+    _arrange(graph, nodes_before)
+    given = _as_it_is(before).peak_memory
+    if given > memory_cap:
+        raise ValueError(
+            f"no order was found that holds at most {memory_cap:,} bytes at once; the order given needs "
+            f"{given:,}"
+        )
+
+
 def reorder(graph: TrainingGraph, program: Program, order: Sequence[int]) -> None:
     """Let the nodes of tasks stand in the order of the tasks. A view, which belongs to none, goes with the task
     behind it; where what it reads is not there yet, it stands in front of what reads it.
@@ -169,20 +175,18 @@ def reorder(graph: TrainingGraph, program: Program, order: Sequence[int]) -> Non
 
 
 def _arrange(graph: TrainingGraph, nodes: Iterable[fx.Node]) -> None:
-    """Let nodes stand in this order; inputs and outputs stay."""
+    """Let nodes stand in this order, inputs first."""
     for node in nodes:
-        if node.op not in ("placeholder", "output"):
+        if node is not graph.output_node:
             graph.output_node.prepend(node)
 
 
 def _place(node: fx.Node, placed: dict[fx.Node, None]) -> None:
-    """Put a node behind those that are placed, and in front of it what it reads."""
+    """Put a node behind those that have a place, and in front of it what it reads and has none."""
     pending = [node]
     while pending:
         missing = [n for n in pending[-1].all_input_nodes if n not in placed]
-        if pending[-1] in placed:
-            pending.pop()
-        elif missing:
+        if missing:
             pending += missing
         else:
             placed[pending.pop()] = None

@@ -171,9 +171,9 @@ def schedules(examples: int) -> None:
         assert len(orders) == 1, "ranks that plan with the same rates send in another order"
         _computes_the_same(graphs, run)
         _not_later(run, setting, cap, peak)
-        assert not run_pass([current], run.after).reports[0].changed, (
-            "moves again what it has moved"
-        )
+        # A second search may find an order that the first did not come upon; no other reason moves anything.
+        again = run_pass([current], run.after)
+        _not_later(again, setting, cap, setting.schedule(run.after).peak_memory)
 
     # What holds of a short search for an order holds of a long one.
     with mock.patch.object(solving, "_MOST_ROUNDS", 200):
