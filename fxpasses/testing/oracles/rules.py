@@ -117,22 +117,37 @@ def state_sound(run: Run) -> None:
 
 
 def fakes_true(run: Run) -> None:
-    """What a node's fake value says of shape, dtype and strides is what comes out when the graph runs."""
+    """What a node's fake value says of shape, dtype and strides is what comes out when the graph runs; but
+    where torch's own fakes were not true before.
+    """
     for at, value, role in run.after.outputs():
-        real = run.traced_after.results[0][at]
-        if not isinstance(real, torch.Tensor):
-            continue
-        fake = value.meta["val"]
-        if any(isinstance(s, torch.SymInt) for s in (*fake.shape, *fake.stride())):
-            continue
-        said, is_so = [(x.dtype, tuple(x.shape), _strides(x)) for x in (fake, real)]
-        if said != is_so:
+        untrue = _untrue(value, run.traced_after.results[0][at])
+        if untrue and not _was_untrue(run, at):
+            said, is_so = untrue
             fail(
                 "fakes_true",
                 run,
                 f"output {at} ({role.kind} {role.name}): {said}, is {is_so}",
                 value,
             )
+
+
+def _was_untrue(run: Run, at: int) -> bool:
+    outputs = run.before.outputs()
+    if at >= len(outputs):
+        return False
+    return _untrue(outputs[at][1], run.traced_before.results[0][at]) is not None
+
+
+def _untrue(value: Any, real: Any) -> tuple[Any, Any] | None:
+    """What a node says of its value and what is so, where that differs."""
+    if not isinstance(real, torch.Tensor):
+        return None
+    fake = value.meta["val"]
+    if any(isinstance(s, torch.SymInt) for s in (*fake.shape, *fake.stride())):
+        return None
+    said, is_so = ((x.dtype, tuple(x.shape), _strides(x)) for x in (fake, real))
+    return None if said == is_so else (said, is_so)
 
 
 def _strides(value: torch.Tensor) -> tuple[int, ...]:
