@@ -32,7 +32,11 @@ WRITTEN = (
     ("launches as they become ready", "while begins and begins[0] in ready:", "while False:"),
 )
 _NO_NODE_IN_FRONT = "inputs have their places, and the output stays behind everything"
+_NOTHING_TO_MOVE = "where nothing is awaited there is nothing to move"
 EQUIVALENT: dict[str, str] = {
+    "condition: if any((work.kind == WAIT for work in program.works)): order = self._o "
+    "-> if True: order = self._order(program, cap) if list(order) != list(rang": _NOTHING_TO_MOVE,
+    "comparison: work.kind == WAIT -> work.kind != WAIT": _NOTHING_TO_MOVE,
     "constant: 'placeholder' -> 'placeholderx', in ('placeholder', 'output')": _NO_NODE_IN_FRONT,
     "constant: 'output' -> 'outputx', in ('placeholder', 'output')": _NO_NODE_IN_FRONT,
     "condition: if list(order) != list(range(len(order))): reorder(graph, program, ord "
