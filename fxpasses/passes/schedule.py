@@ -171,7 +171,7 @@ def reorder(graph: TrainingGraph, program: Program, order: Sequence[int]) -> Non
                 _place(node, placed)
     for node in inside:
         _place(node, placed)
-    _arrange(graph, list(placed))
+    _arrange(graph, placed)
 
 
 def _arrange(graph: TrainingGraph, nodes: Iterable[fx.Node]) -> None:

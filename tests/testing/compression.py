@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,19 +63,9 @@ def compressed_as_promised(run: Run) -> None:
     current, graph = run.current, run.after
     assert isinstance(current, Compress)
     scheme = only_scheme(current.scheme or "")
-    buckets = [n for n in run.before.walk() if "bucket" in n.meta]
-    launches = [n for n in graph.walk() if is_launch(n)]
-    payloads = [n.args[0].meta["val"] for n in launches]
-    sent = sum(p.numel() * p.element_size() for p in payloads)
-    counts = run.reports[0].counts
-    if not buckets:
-        assert not launches
+    counted_as_sent(run)
+    if not any(map(is_launch, graph.walk())):
         return
-    assert (counts["buckets"], counts["collectives"], counts["bytes"]) == (
-        len(buckets),
-        len(launches),
-        sent,
-    )
     known = {n.name for n in run.before.graph.nodes}
     new = [n for n in graph.walk() if n.name not in known]
     for node in new:
@@ -90,6 +80,18 @@ def compressed_as_promised(run: Run) -> None:
     _as_large_everywhere(run)
     _kept(run, scheme)
     not_poisoned(run)
+
+
+def counted_as_sent(run: Run) -> None:
+    """What a report counts; nothing where there are no buckets."""
+    buckets = [n for n in run.before.walk() if "bucket" in n.meta]
+    launches = [n for n in run.after.walk() if is_launch(n)]
+    assert bool(launches) == bool(buckets)
+    payloads = [n.args[0].meta["val"] for n in launches]  # type: ignore[union-attr]
+    sent = sum(p.numel() * p.element_size() for p in payloads)
+    counts = run.reports[0].counts
+    found = tuple(counts.get(name, 0) for name in ("buckets", "collectives", "bytes"))
+    assert found == (len(buckets), len(launches), sent)
 
 
 def states_of(scheme: Scheme) -> set[str]:
@@ -350,14 +352,20 @@ def _in_two_legs(run: Run) -> None:
     launches = [n for n in run.after.walk() if is_launch(n)]
     legs = 2 if run.world > 2 else 1
     assert len(launches) == legs * len(buckets), f"{len(launches)} for {len(buckets)} buckets"
-    if legs == 1 or not buckets:
-        return
-    names = [n.meta["provenance"].parameters for n in launches]
-    firsts, seconds = [(name, 0) for name in buckets], [(name, 1) for name in buckets]
-    pairs = zip([*firsts[1:], None], seconds, strict=True)
-    late = [leg for pair in pairs for leg in pair if leg is not None]
-    expected = [*firsts[:1], *late]
+    sent_in_order(run, dict.fromkeys(buckets, legs))
+
+
+def sent_in_order(run: Run, legs: Mapping[tuple[str, ...], int]) -> None:
+    """First legs in order, each second leg behind the next bucket's first one; without overlap, behind its own.
+
+    Args:
+        legs: by bucket, in order, in how many it is sent.
+    """
+    buckets = list(legs)
+    expected = buckets[:1]
+    for position, bucket in enumerate(buckets, 1):
+        expected += [*buckets[position : position + 1], *[bucket] * (legs[bucket] - 1)]
     if not run.current.overlap:  # type: ignore[attr-defined]
-        expected = [leg for pair in zip(firsts, seconds, strict=True) for leg in pair]
-    found = [(name, names[:i].count(name)) for i, name in enumerate(names)]
+        expected = [bucket for bucket in buckets for _ in range(legs[bucket])]
+    found = [n.meta["provenance"].parameters for n in run.after.walk() if is_launch(n)]
     assert found == expected, f"sends {found}, expected {expected}"
