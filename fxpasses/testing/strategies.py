@@ -7,8 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from fxpasses.testing.operators import OPERATORS
 from fxpasses.testing.program import INPUT_LAYOUTS, KINDS, SMALLEST_BATCH, Layer, Program
-from fxpasses.testing.synthetic import LAYOUTS, OPERATORS, GradientGraph, Leaf, Step
+from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step
 
 WORLDS = st.integers(1, 8)
 SEEDS = st.integers(0, 2**16)

@@ -15,11 +15,12 @@ from fxpasses.passes.cast import Cast
 from fxpasses.rewrite import Provenance, listening, model_line
 from fxpasses.testing.capture import capture
 from fxpasses.testing.check import settings
+from fxpasses.testing.operators import OPERATORS, RARE
 from fxpasses.testing.oracles.base import run_pass
 from fxpasses.testing.oracles.kept import no_dead_code
 from fxpasses.testing.oracles.rules import fakes_true as laid_out_as_said
 from fxpasses.testing.program import Layer, Program
-from fxpasses.testing.synthetic import OPERATORS, RARE, GradientGraph, Leaf, Step
+from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
 from tests.testing.casts import (
     LOW,
     MEMORY,
