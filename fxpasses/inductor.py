@@ -28,6 +28,7 @@ from torch.utils._ordered_set import OrderedSet
 from fxpasses.calls import Calls
 from fxpasses.graph import copied
 from fxpasses.guards.option import parse_guards
+from fxpasses.memory import shares_memory
 from fxpasses.schedule import order
 from fxpasses.schedule.order import Event, OrderError
 from fxpasses.step_calls import StepCalls
@@ -261,10 +262,8 @@ def _reduce_in_place(node: fx.Node) -> None:
         return
     payload = node.args[0]
     assert isinstance(payload, fx.Node)
-    fresh = isinstance(payload.target, torch._ops.OpOverload) and all(
-        result.alias_info is None for result in payload.target._schema.returns
-    )
-    if fresh and len(payload.users) == 1:
+    is_computed = isinstance(payload.target, torch._ops.OpOverload)
+    if is_computed and not shares_memory(payload) and len(payload.users) == 1:
         node.target = C10D.all_reduce_.default
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxpasses.effects import is_effectful
 from fxpasses.graph import FAULT_NEWS
 from fxpasses.guards.regions import Region, is_check
-from fxpasses.guards.repeatable import shares_memory
+from fxpasses.memory import shares_memory
 
 
 @dataclasses.dataclass(frozen=True)

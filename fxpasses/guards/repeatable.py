@@ -16,6 +16,7 @@ from fxpasses.effects import is_random
 from fxpasses.fakes import read_instead
 from fxpasses.graph import FAULT_TABLE, Role, TrainingGraph
 from fxpasses.guards.regions import Region, is_check
+from fxpasses.memory import shares_memory
 from fxpasses.precision import operator_name
 from fxpasses.rewrite import Provenance, model_line, splice
 
@@ -33,7 +34,6 @@ _FORM_ONLY = {
     ),
     *("new_empty", "new_zeros", "new_ones", "new_full"),
 }
-_SHARE_MEMORY = (aten._unsafe_view.default,)  # although their schemas do not say so
 
 
 def repeatable(graph: TrainingGraph, region: Region, made_by: str) -> list[fx.Node]:
@@ -74,16 +74,6 @@ def repeatable(graph: TrainingGraph, region: Region, made_by: str) -> list[fx.No
 
 def is_fault_table(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["role"] == Role("state", f"{FAULT_TABLE}/")
-
-
-def shares_memory(node: fx.Node) -> bool:
-    """Whether a result is a view of what the node reads, or one of several such."""
-    if node.target is operator.getitem:
-        return shares_memory(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    return node.target in _SHARE_MEMORY or any(r.alias_info is not None for r in returns)
 
 
 def unset(graph: TrainingGraph, before: fx.Node, like: fx.Node, origin: Provenance) -> fx.Node:
