@@ -16,12 +16,13 @@ from fxpasses.distributed import first_use
 from fxpasses.distributed.agreement import halves
 from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Plan
+from fxpasses.facts import form_of
 from fxpasses.faults.arming import Faults
 from fxpasses.guards.alarms import Alarms
 from fxpasses.owners import owner_of, owns
 from fxpasses.runtimes import Runtime
 from fxpasses.scaler import Scaler, make_scaler
-from fxpasses.unit import Unit, form_of
+from fxpasses.unit import Unit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,10 +19,11 @@ from fxpasses.distributed.agreement import agree, halves
 from fxpasses.distributed.group import is_fake
 from fxpasses.distributed.plans import Plan, PlanMismatch, Union
 from fxpasses.distributed.waiting import waiting
+from fxpasses.facts import form_of
 from fxpasses.graph import PENDING_STATE, StateSpec
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
 from fxpasses.state import STORE
-from fxpasses.unit import Unit, form_of
+from fxpasses.unit import Unit
 from fxpasses.variants import LEFT, pending_of
 
 _owing: set[tuple[int, ...]] = (

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from fxpasses import aot, forward_state, tail
 from fxpasses.compression import parse_rules
 from fxpasses.config import Hardening
 from fxpasses.distributed.group import Group, global_rank
-from fxpasses.distributed.plans import Form, Plan, PlannedCollective
+from fxpasses.distributed.plans import Plan, PlannedCollective
 from fxpasses.dump.folder import Dump
 from fxpasses.dump.repro import Repro
 from fxpasses.dump.torch_trace import TorchTrace, is_traced
 from fxpasses.dynamo import region_being_compiled, user_errors_visible
-from fxpasses.effects import is_launch
+from fxpasses.facts import Facts, facts_of, planned_collectives
 from fxpasses.faults.sites import Places, places_of, written_parameters
 from fxpasses.graph import (
     Role,
@@ -35,7 +35,6 @@ from fxpasses.graph import (
     TrainingGraph,
     copied,
     empty_like,
-    tangents_reaching,
 )
 from fxpasses.guards.alarms import places_of_alarms
 from fxpasses.guards.regions import checked_modules
@@ -43,9 +42,7 @@ from fxpasses.levels import LevelChoice
 from fxpasses.observers import CheckRules, GraphName, watchers_of
 from fxpasses.passes.clip_norm import ClipNorm
 from fxpasses.passes.inject_update import InjectUpdate
-from fxpasses.passes.participation import flagged_outputs
 from fxpasses.pipeline import Observer, Pipeline
-from fxpasses.rewrite import Provenance, model_line
 from fxpasses.schedule.choose import choose
 from fxpasses.schedule.order import Event, events_of
 from fxpasses.scope import Scope
@@ -83,23 +80,6 @@ class Backward:
     places: Places
     alarm_places: dict[int, str]
     modules: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What holds of a backward whatever its variant.
-
-    Attributes:
-        flagged: for each output that is a gradient the tangents that it depends on, if any.
-        gradients: parameter → the output that is its gradient.
-        parameters: the forms of these gradients, in output order.
-        buffers: the buffers that the forward writes.
-    """
-
-    flagged: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
-    gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    parameters: tuple[Form, ...] = ()
-    buffers: tuple[Form, ...] = ()
 
 
 class Unit:
@@ -218,7 +198,7 @@ class Unit:
             forward, backward = split(joint, joint_inputs, **kwargs)
             aot.annotate_backward(backward, joint, forward_outputs)
             graph = TrainingGraph(backward)
-            self._base, self.facts = backward, _facts_of(graph)
+            self._base, self.facts = backward, facts_of(graph)
             self._tangents = [node for node, _ in graph.inputs("tangent")]
             return forward, self.backward(self.primary).module
 
@@ -256,7 +236,7 @@ class Unit:
             step = split(module, self.decompositions)
             head = TrainingGraph(step.head, self.decompositions)
             self._run(self.pipeline, "joint", head, self._onlookers("joint"))
-            self._base, self.facts, self.whole_step = step.head, _facts_of(head), step
+            self._base, self.facts, self.whole_step = step.head, facts_of(head), step
             return self.backward(self.primary)
 
     def backward(self, variant: Variant) -> Backward:
@@ -335,56 +315,6 @@ class Unit:
         """Called while the forward is being compiled: only then does AOTAutograd tell of its outputs."""
         self.forward_metadata = aot.forward_metadata()
         self.returned = aot.returned_positions(self._tangents, self.forward_metadata)
-
-
-def _facts_of(graph: TrainingGraph) -> Facts:
-    return Facts(
-        flagged=flagged_outputs(graph, tangents_reaching(graph)),
-        gradients={g.parameter: g.index for g in graph.gradients()},
-        parameters=tuple(
-            dataclasses.replace(
-                form_of(g.parameter, g.node.meta["val"]), model_line=model_line(g.node)
-            )
-            for g in graph.gradients()
-        ),
-        buffers=tuple(
-            Form(spec.parameter, spec.shape, _short(spec.dtype)) for spec in graph.written_buffers
-        ),
-    )
-
-
-def form_of(name: str, value: torch.Tensor) -> Form:
-    """A tensor, or the value of a node, as all ranks must see it."""
-    strides = sorted(range(value.dim()), key=value.stride, reverse=True)
-    return Form(name, tuple(map(int, value.shape)), _short(value.dtype), tuple(strides))
-
-
-def planned_collectives(graph: TrainingGraph) -> tuple[PlannedCollective, ...]:
-    """The launches of a graph, in order."""
-    return tuple(_planned(node) for node in graph.walk() if is_launch(node))
-
-
-def _planned(node: fx.Node) -> PlannedCollective:
-    payload = node.args[0]
-    assert isinstance(payload, fx.Node)
-    value = payload.meta["val"]
-    provenance = node.meta.get("provenance") or Provenance(
-        "program", "", node.name, model_line(node)
-    )
-    return PlannedCollective(
-        operator=node.target._opname,  # type: ignore[union-attr]
-        group=str(node.args[-1]),
-        dtype=_short(value.dtype),
-        numel=int(value.numel()),
-        bytes=int(value.numel()) * value.element_size(),
-        parameters=provenance.parameters,
-        model_line=provenance.model_line,
-        made_by=provenance.pass_name,
-    )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _lower_state(graph: TrainingGraph, is_backward: bool) -> tuple[StateSpec, ...]:

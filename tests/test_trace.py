@@ -11,10 +11,10 @@ from torch import nn
 
 from fxpasses import register_pass, spec
 from fxpasses.distributed.group import is_initialized
+from fxpasses.facts import planned_collectives
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass, Report
 from fxpasses.trace import TracedGraph, trace
-from fxpasses.unit import planned_collectives
 from tests.graphs import mlp
 
 X = torch.ones(4, 3)

@@ -12,12 +12,13 @@ from torch import nn
 
 from fxpasses import backend, eager, register_pass
 from fxpasses.distributed.plans import Form, PlannedCollective, Union
+from fxpasses.facts import Facts
 from fxpasses.graph import BUFFER_STATE, PENDING_STATE, StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass, Report
 from fxpasses.passes.participation import STATE_KIND as PARTICIPATION
-from fxpasses.unit import Facts, Unit, form_of, planned_collectives
+from fxpasses.unit import Unit
 from fxpasses.variants import LEFT, LOCAL, SYNCHRONISE, TOTAL, Variant, pending_of
-from tests.graphs import C10D, TwoHeads, backward_of, mlp, nodes_with
+from tests.graphs import TwoHeads, backward_of, mlp, nodes_with
 
 CPU = torch.device("cpu")
 
@@ -108,22 +109,6 @@ def test_no_warning_where_statistics_stay_or_have_a_backward(fake_world, recwarn
     assert not [w for w in recwarn if "no backward" in str(w.message)]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "form"),
-    [
-        (torch.ones(2, 3), Form("w", (2, 3), "float32", (0, 1))),
-        (torch.ones(2, 3).t(), Form("w", (3, 2), "float32", (1, 0))),
-        (torch.ones((), dtype=torch.bfloat16), Form("w", (), "bfloat16", ())),
-        (
-            torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
-            Form("w", (2, 3, 4, 4), "float32", (0, 2, 3, 1)),
-        ),
-    ],
-)
-def test_a_form_has_shape_dtype_and_order_in_memory(tensor, form):
-    assert form_of("w", tensor) == form
-
-
 # Plans
 
 
@@ -166,21 +151,6 @@ def test_with_and_without_accumulation_ranks_send_alike(fake_world):
 def test_one_process_accumulates_by_itself():
     unit = simple(accumulate=2)
     assert unit.primary == Variant() and not unit.synchronises
-
-
-def test_collectives_of_the_program_are_planned_with_their_line(fake_world):
-    def program(x: torch.Tensor) -> torch.Tensor:
-        return C10D.wait_tensor(C10D.all_reduce(x * 2, "sum", fake_world))
-
-    gm = torch.fx.symbolic_trace(program)
-    graph = TrainingGraph(gm)
-    (node,) = graph.graph.find_nodes(op="call_function", target=C10D.all_reduce)
-    node.target = C10D.all_reduce.default
-    node.args[0].meta["val"] = torch.empty(5, dtype=torch.float64)
-    node.meta["stack_trace"] = '  File "net.py", line 7, in forward\n    y = all_reduce(x)'
-    assert planned_collectives(graph) == (
-        PlannedCollective("all_reduce", fake_world, "float64", 5, 40, (), "net.py:7", "program"),
-    )
 
 
 # Variants

@@ -12,6 +12,7 @@ from torch import nn
 from fxpasses import spec
 from fxpasses.config import Hardening
 from fxpasses.distributed.plans import Form, Union
+from fxpasses.facts import planned_collectives
 from fxpasses.graph import (
     BUFFER_STATE,
     PENDING_STATE,
@@ -26,7 +27,6 @@ from fxpasses.passes.base import Report
 from fxpasses.pipeline import build
 from fxpasses.rewrite import Provenance
 from fxpasses.spec import SpecError
-from fxpasses.unit import planned_collectives
 from fxpasses.variants import LEFT, LOCAL, SYNCHRONISE, TOTAL, Variant, pending_of, prepare
 from tests.graphs import (
     WORLD,
