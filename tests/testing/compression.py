@@ -17,10 +17,11 @@ from fxpasses.graph import Role, TrainingGraph
 from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.rewrite import Provenance, origin_of
+from fxpasses.testing.check import check_run
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.strategies import gradient_graphs
-from fxpasses.testing.synthetic import GradientGraph, Leaf
+from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 
@@ -227,7 +228,8 @@ def not_poisoned(run: Run) -> None:
 
     def spoil(rank: int, role: Role, value: torch.Tensor) -> torch.Tensor:
         if rank == spoiled and role.kind == "tangent":
-            return torch.full_like(value, torch.inf)
+            value.new_empty(0).set_(value.untyped_storage()).fill_(torch.inf)  # however it lies
+            return value
         return written[rank].get(role.name, value)
 
     local = _again(run, [run.before] * run.world, spoil)
@@ -237,6 +239,17 @@ def not_poisoned(run: Run) -> None:
     for rank, row in enumerate(_again(run, run.afters, spoil)):
         for at, _, role in run.after.outputs("state"):
             assert bitwise(row[at], written[rank][role.name]), f"{role.name} is poisoned"
+
+
+def expanded_tangents_are_spoiled() -> None:
+    """What a graph views without a copy lies as it did when the graph was made."""
+    tangent = Leaf((4,), layout="expanded")
+    source = GradientGraph((tangent,), (Step("expand"), Step("flatten", 1)), gradients=(1,))
+    environment = {"world": 2, "group": "world", "reduce": "mean", "bucket_mb": 1.0}
+    check_run(Compress(scheme="int4"), source, environment, oracles=(not_poisoned,))
+
+
+SINGLE = (expanded_tangents_are_spoiled,)
 
 
 def thin_matrices(run: Run) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tests.testing import (
     cast_graphs,
     clipping,
+    compression,
     exchanges,
     ordering,
     planning,
@@ -102,6 +103,7 @@ SINGLE: dict[str, tuple[Single, ...]] = {
     "cast": cast_graphs.SINGLE,
     **dict.fromkeys(("loss_scale", "overflow"), scaling.SINGLE),
     "clip_norm": (clipping.what_is_not_finite,),
+    "compress": compression.SINGLE,
     "rewrite": splicing.SINGLE,
     "schedule": scheduling.SINGLE,
     "tasks": tasks.SINGLE,
