@@ -13,9 +13,9 @@ absolute values are reduced as well, in fp64, and compared with the sums of the 
 it was sent (`reduce_order="fixed"`) the sums of its bits go the same way. What a fault hits on the way to the
 wire it hits behind the seal.
 
-A result is rounded W - 1 times or less in the dtype of the wire, so the sum of a chunk of n elements is off
-by no more than L u sqrt(W) (its absolute values' sum) / sqrt(n), where roundings are as in
-`guards/products.py`; the bound here leaves out the division, as elements may be alike.
+A result is rounded W - 1 times or less in the dtype of the wire, whose unit roundoff is u, so the sum of a
+chunk of n elements is off by no more than u (W - 1) times the sum of their absolute values. The sums themselves
+are rounded 2 (n - 1) + W - 1 times or less, in fp64: of payloads in fp64 that is most of it.
 """
 
 from __future__ import annotations
@@ -109,8 +109,10 @@ class CheckPayloads(Pass):
             name=f"check_{launch.name}",
             provenance=origin,
         )
-        unit = torch.finfo(payload.meta["val"].dtype).eps / 2
-        rounding = unit * self.world  # type: ignore[operator]
+        assert self.world is not None
+        value = payload.meta["val"]
+        units = [torch.finfo(dtype).eps / 2 for dtype in (value.dtype, torch.float64)]
+        rounding = units[0] * self.world + units[1] * (2 * CHUNK + self.world)
         return self._write(
             graph,
             wait.next,
