@@ -176,6 +176,14 @@ class TrainingGraph:
         found = self.outputs("gradient")
         return [Gradient(r.name, v, i) for i, v, r in found if isinstance(v, fx.Node)]
 
+    def parameters_by_gradient(self) -> dict[fx.Node, tuple[str, ...]]:
+        """Each node that is a gradient once, with the parameters it is of; empty ones left out."""
+        found: dict[fx.Node, tuple[str, ...]] = {}
+        for gradient in self.gradients():
+            if gradient.node.meta["val"].numel() != 0:
+                found[gradient.node] = (*found.get(gradient.node, ()), gradient.parameter)
+        return found
+
     def set_output(self, index: int, node: fx.Node) -> None:
         """Make `node` the output at `index`; its role stays."""
         self.set_outputs({index: node})

@@ -35,6 +35,16 @@ def defined_before_use(graph: TrainingGraph) -> Iterator[Violation]:
         seen.add(node)
 
 
+def inputs_first(graph: TrainingGraph) -> Iterator[Violation]:
+    """Inputs stand in front of all that is computed."""
+    computed = ""
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" and computed:
+            yield node, f"is an input behind {computed!r}"
+        elif node.op == "call_function":
+            computed = node.name
+
+
 def has_value(graph: TrainingGraph) -> Iterator[Violation]:
     """Each input, and each operator call whose result is used, has a fake value; of one of several results it
     is that one's.
@@ -164,6 +174,7 @@ def casts_are_needed(graph: TrainingGraph) -> Iterator[Violation]:
 
 ALWAYS: tuple[Rule, ...] = (
     defined_before_use,
+    inputs_first,
     has_roles,
     has_value,
     waited_once,

@@ -55,6 +55,12 @@ def use_before_definition(graph: TrainingGraph, group: str) -> fx.Node:
     return negative
 
 
+def computes_among_inputs(graph: TrainingGraph, group: str) -> fx.Node:
+    node = tangent_of(graph)
+    node.prepend(add_call(graph, aten.full.default, [2], 1.0))
+    return node
+
+
 def no_value(graph: TrainingGraph, group: str) -> fx.Node:
     node = add_call(graph, aten.neg.default, tangent_of(graph))
     add_call(graph, aten.abs.default, node)
@@ -186,6 +192,7 @@ def cast_of_a_cast(graph: TrainingGraph, group: str) -> fx.Node:
 
 
 BREAKERS = [
+    (computes_among_inputs, "inputs_first", "is an input behind 'full_default'"),
     (use_before_definition, "defined_before_use", "uses 'mul' before it is defined"),
     (no_value, "has_value", "has no fake value (meta['val'])"),
     (

@@ -34,14 +34,15 @@ class CheckGradients(Pass):
     name: ClassVar[str] = "check_gradients"
     stage: ClassVar[str] = "backward"
     local: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = False  # what is wrong would count twice
 
     def has_work(self, graph: TrainingGraph) -> bool:
-        return bool(_checked(graph))
+        return bool(graph.parameters_by_gradient())
 
     def run(self, graph: TrainingGraph) -> Report:
         wrong = [
             (self._check(graph, node, parameters), f"bits of the gradient of {parameters[0]}")
-            for node, parameters in _checked(graph).items()
+            for node, parameters in graph.parameters_by_gradient().items()
         ]
         if not wrong:
             return Report(changed=False)
@@ -70,12 +71,3 @@ class CheckGradients(Pass):
         )
         changed.meta[DELIVERED] = True
         return changed
-
-
-def _checked(graph: TrainingGraph) -> dict[fx.Node, tuple[str, ...]]:
-    """The gradients that have bits, each node once, whosesoever it is."""
-    found: dict[fx.Node, tuple[str, ...]] = {}
-    for gradient in graph.gradients():
-        if gradient.node.meta["val"].numel() != 0:
-            found[gradient.node] = (*found.get(gradient.node, ()), gradient.parameter)
-    return found

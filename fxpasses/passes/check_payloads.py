@@ -48,6 +48,7 @@ class CheckPayloads(Pass):
     name: ClassVar[str] = "check_payloads"
     stage: ClassVar[str] = "backward"
     requires: ClassVar[frozenset[str]] = frozenset({"reduced"})
+    idempotent: ClassVar[bool] = False  # what is wrong would count twice
 
     def has_work(self, graph: TrainingGraph) -> bool:
         return any(kind(n) for n in graph.walk() for kind in (_is_sealed, _is_dense, _is_exchanged))

@@ -30,6 +30,8 @@ from fxpasses.rewrite import Provenance, model_line, splice
 
 @dataclasses.dataclass(frozen=True)
 class _Check(Pass):
+    idempotent: ClassVar[bool] = False  # what is wrong would count twice
+
     def among(self, graph: TrainingGraph) -> set[fx.Node]:
         raise NotImplementedError
 

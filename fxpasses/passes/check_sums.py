@@ -31,6 +31,7 @@ class CheckSums(Pass):
     name: ClassVar[str] = "check_sums"
     stage: ClassVar[str] = "backward"
     local: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = False  # what is wrong would count twice
 
     def has_work(self, graph: TrainingGraph) -> bool:
         return any(check_of(node) for node in makers(graph))

@@ -31,6 +31,7 @@ class CheckValues(Pass):
     name: ClassVar[str] = "check_values"
     stage: ClassVar[str] = "backward"
     local: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = False  # what is wrong would count twice
 
     def has_work(self, graph: TrainingGraph) -> bool:
         return parse_guards(self.guards or "").values > 0 and bool(_checked(graph))
@@ -41,20 +42,20 @@ class CheckValues(Pass):
         if not gradients:
             return Report(changed=False)
         wrong = []
-        for node, parameter in gradients.items():
+        for node, parameters in gradients.items():
             flag = splice(
                 graph,
                 graph.behind(node),
                 lambda g: ~((g.abs() <= limit) & g.isfinite()).all(),
                 node,
                 name=f"check_{node.name}",
-                provenance=Provenance(self.name, "limit", node.name, parameters=(parameter,)),
+                provenance=Provenance(self.name, "limit", node.name, parameters=parameters),
             )
-            wrong.append((flag, f"gradient of {parameter}"))
+            wrong.append((flag, f"gradient of {parameters[0]}"))
         write_alarms(graph, self.name, wrong)
         return Report(True, {"checked": len(wrong)})
 
 
-def _checked(graph: TrainingGraph) -> dict[torch.fx.Node, str]:
-    values = [(g, g.node.meta["val"]) for g in graph.gradients()]
-    return {g.node: g.parameter for g, v in values if v.is_floating_point() and v.numel() != 0}
+def _checked(graph: TrainingGraph) -> dict[torch.fx.Node, tuple[str, ...]]:
+    gradients = graph.parameters_by_gradient()
+    return {g: names for g, names in gradients.items() if g.meta["val"].is_floating_point()}

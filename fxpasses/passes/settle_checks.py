@@ -63,8 +63,9 @@ def _sum_at_once(graph: TrainingGraph, comparison: fx.Node) -> None:
     while words[-1].meta.get("provenance") == total.meta["provenance"]:
         words += words[-1].all_input_nodes
     made = words.pop()
+    front = graph.behind(made).prev
     for node in words:
-        made.append(node)
+        front.append(node)
 
 
 def _behind(launch: fx.Node) -> list[fx.Node]:

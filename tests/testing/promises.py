@@ -9,6 +9,7 @@ from tests.testing import (
     clipping,
     compression,
     exchanges,
+    guards,
     ordering,
     planning,
     properties,
@@ -55,6 +56,13 @@ PASSES: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("exchange", "codecs", "feedback"), ("compress_int4",)),
     "powersgd": ("compress_powersgd",),
+    **{
+        name: (name,)
+        for name in ("check_values", "check_gradients", "settle_checks", "check_payloads")
+    },
+    **dict.fromkeys(("check_sums", "sums"), ("check_sums",)),
+    "check_products": ("check_gradient_products",),
+    "products": ("check_gradient_products", "check_sums"),
     "rewrite": ("bucketing",),
 }
 
@@ -72,6 +80,7 @@ DRAWN: dict[str, tuple[Search, ...]] = {
     "overflow": (scaling.overflow_of_buckets,),
     "clip_norm": (clipping.clipping_by_bucket, clipping.as_torch_clips),
     "compress": (schemes.schemes_side_by_side,),
+    "check_payloads": (guards.all_ways_to_send,),
     **dict.fromkeys(("exchange", "codecs", "feedback", "powersgd"), _EXCHANGED),
     "rewrite": (splicing.splices_inline,),
     "schedule": (planning.plans_as_programs, scheduling.schedules),

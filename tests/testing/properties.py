@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fxpasses.effects import is_launch, is_wait
-from fxpasses.graph import ALARM, REPLAYED, Gradient, StateSpec, TrainingGraph, ancestors
+from fxpasses.graph import Gradient, StateSpec, TrainingGraph, ancestors
 from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
@@ -55,6 +55,16 @@ from tests.testing.compression import (
     thin_matrices,
 )
 from tests.testing.faults import BOTH, PAYLOADS, faults_as_promised
+from tests.testing.guards import (
+    bits_as_promised,
+    checksums_as_promised,
+    compared_graphs,
+    limits_as_promised,
+    payloads_as_promised,
+    product_graphs,
+    settled_as_promised,
+    silent,
+)
 from tests.testing.regions import REGIONS, modular_graphs, replayed_as_promised
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 from tests.testing.statistics import statistics_as_promised
@@ -352,14 +362,6 @@ def no_leftovers(run: Run) -> None:
     says_where_from(run)
 
 
-def silent(run: Run) -> None:
-    """No guard raises an alarm, or computes again, where nothing went wrong."""
-    for rank, row in enumerate(run.traced_after.results):
-        for at, _, role in run.after.outputs("state"):
-            if role.name in (f"{ALARM}/", f"{REPLAYED}/"):
-                assert not row[at].any(), f"{role.name} of rank {rank}: {row[at].tolist()}"
-
-
 def says_where_from(run: Run) -> None:
     own = run.current.name
     copies = (
@@ -484,12 +486,15 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "loss_scale": (LossScaling(), (scaled_as_promised, no_leftovers)),
     "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
-    "check_gradient_products": (CheckGradientProducts(), (silent, no_leftovers)),
-    "check_sums": (CheckSums(), (silent, no_leftovers)),
-    "check_gradients": (CheckGradients(), (silent, no_leftovers)),
-    "settle_checks": (SettleChecks(), (silent, no_leftovers)),
-    "check_values": (CheckValues("values=1e30"), (no_leftovers,)),
-    "check_payloads": (CheckPayloads(), (silent, no_leftovers)),
+    "check_gradient_products": (
+        CheckGradientProducts(),
+        (silent, checksums_as_promised, no_leftovers),
+    ),
+    "check_sums": (CheckSums(), (silent, checksums_as_promised, no_leftovers)),
+    "check_gradients": (CheckGradients(), (silent, bits_as_promised, no_leftovers)),
+    "settle_checks": (SettleChecks(), (silent, settled_as_promised, no_leftovers)),
+    "check_values": (CheckValues("values=2"), (limits_as_promised, no_leftovers)),
+    "check_payloads": (CheckPayloads(), (silent, payloads_as_promised, no_leftovers)),
     "inject": (Inject(BOTH), (faults_as_promised, no_leftovers)),
     "inject_payload": (InjectPayload(PAYLOADS), (faults_as_promised, no_leftovers)),
     "replay_backward": (REGIONS, (silent, replayed_as_promised, no_leftovers)),
@@ -524,6 +529,8 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
 # Where graphs that are drawn for any pass would seldom give it something to do, or something it refuses.
 GRAPHS = {"cast": low_graphs()} | {name: real_graphs() for name in OWN if "compress" in name}
 GRAPHS["replay_backward"] = modular_graphs()
+GRAPHS["settle_checks"] = compared_graphs()
+GRAPHS["check_gradient_products"] = GRAPHS["check_sums"] = product_graphs()
 GRAPHS["compress_powersgd"] = GRAPHS["compress_powersgd_forgetful"] = matrix_graphs()
 
 
