@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import ANY
 
 import torch
 from hypothesis import given
@@ -17,8 +18,13 @@ from fxpasses.effects import is_launch
 from fxpasses.graph import ALARM, DELIVERED, REPLAYED, TrainingGraph
 from fxpasses.guards.alarms import places_of_alarms
 from fxpasses.guards.option import parse_guards
+from fxpasses.passes.base import Pass
 from fxpasses.passes.check_gradients import CheckGradients
 from fxpasses.passes.check_payloads import CheckPayloads
+from fxpasses.passes.check_products import CheckGradientProducts
+from fxpasses.passes.check_sums import CheckSums
+from fxpasses.passes.check_values import CheckValues
+from fxpasses.passes.settle_checks import SettleChecks
 from fxpasses.rewrite import origin_of
 from fxpasses.testing.check import check_run, settings
 from fxpasses.testing.operators import OPERATORS
@@ -50,17 +56,45 @@ def silent(run: Run) -> None:
 def limits_as_promised(run: Run) -> None:
     """Each rank counts its gradients with an element above the limit, or one that is not finite."""
     limit = parse_guards(run.current.guards).values  # type: ignore[attr-defined]
-    parameters = {g.node: g.parameter for g in reversed(run.before.gradients())}
-    indices = {g.node: g.index for g in run.before.gradients()}
-    for before, (count, number) in zip(run.traced_before.results, _alarms(run), strict=True):
-        above = {
-            f"gradient of {parameters[node]}"
-            for node, index in indices.items()
-            if before[index].is_floating_point()
-            and not ((before[index].abs() <= limit) & before[index].isfinite()).all()
-        }
-        assert count == len(above)
-        assert not above or places_of_alarms(run.after)[number] in above
+    of = {n: names for n, names in run.before.parameters_by_gradient().items() if _is_float(n)}
+    index_of = {g.node: g.index for g in run.before.gradients()}
+    assert run.reports[0].counts.get("checked", 0) == len(of)
+    above: list[set[str]] = []
+    for before in run.traced_before.results:
+        values = {names[0]: before[index_of[node]] for node, names in of.items()}
+        above.append({name for name, x in values.items() if _is_above(x, limit)})
+    _told_of(run, _alarms(run), above)
+    if not of:
+        return
+    node, names = list(of.items())[run.seed % len(of)]
+    (inside,) = (n for n in run.after.graph.nodes if n.name == node.name)
+    readers = [n for n in inside.users if origin_of(n).rule == "limit"]
+    assert all(origin_of(n).parameters == names for n in readers)
+    eps = torch.finfo(node.meta["val"].dtype).eps
+    edge = (limit, -limit, limit * (1 + 2 * eps), -torch.inf, torch.nan)[run.seed % 5]
+
+    def at_the_edge(value: Tensor) -> Tensor:
+        return _add(run.seed, edge)(torch.zeros(value.shape, dtype=value.dtype))  # type: ignore[return-value]
+
+    spoiled = run.seed % run.world
+    above[spoiled] = above[spoiled] - {names[0]} | ({names[0]} if run.seed % 5 > 1 else set())
+    _told_of(run, _struck(run, inside, readers, at_the_edge), above)
+
+
+def _is_float(node: fx.Node) -> bool:
+    return node.meta["val"].is_floating_point()
+
+
+def _is_above(value: Tensor, limit: float) -> bool:
+    return not bool(((value.abs() <= limit) & value.isfinite()).all())
+
+
+def _told_of(run: Run, found: list[list[int]] | None, above: list[set[str]]) -> None:
+    assert found is not None
+    for (count, number), names in zip(found, above, strict=True):
+        assert count == len(names)
+        places = {f"gradient of {name}" for name in names}
+        assert not names or places_of_alarms(run.after)[number] in places
 
 
 # What is struck
@@ -69,6 +103,7 @@ def limits_as_promised(run: Run) -> None:
 def bits_as_promised(run: Run) -> None:
     """A bit of a gradient that changes behind its operator is told, once, by its rank alone."""
     comparisons = [n for n in run.after.walk() if DELIVERED in n.meta]
+    assert run.reports[0].counts.get("checked", len(comparisons)) == len(comparisons)
     if comparisons:
         told = comparisons[run.seed % len(comparisons)]
         gradient: Any = told.args[0]
@@ -82,8 +117,8 @@ def checksums_as_promised(run: Run) -> None:
     """A product or sum that is far off is told, once, by its rank alone, whatever is computed from it."""
     checked = {origin_of(n).source for n in run.after.walk() if origin_of(n).rule == "checksum"}
     nodes = [n for n in run.after.walk() if n.name in checked]
-    assert run.reports[0].counts.get("checked", 0) == len(nodes)
     if nodes:
+        assert run.reports[0].counts == {"checked": len(nodes), "unchecked": ANY}
         node = nodes[run.seed % len(nodes)]
         (source, *rest) = node.all_input_nodes
         by = (
@@ -237,7 +272,31 @@ def settled_as_promised(run: Run) -> None:
                 assert is_first or total.prev is source, f"{total.name} stands apart"
                 total = source
     assert run.reports[0].counts["settled"] == settled
+    assert not run.again().reports[0].changed
     bits_as_promised(run)
+
+
+def nothing_to_check() -> None:
+    """Without gradients, or without a limit, or with nothing sent, the graph stays as it is."""
+    empty, plain = GradientGraph((Leaf((2, 3)),)), GradientGraph((Leaf((2, 3)),), gradients=(0,))
+    cases: tuple[tuple[Pass, GradientGraph | Compared], ...] = (
+        (CheckValues("values=2"), empty),
+        (CheckValues("products"), plain),
+        (CheckGradients(), empty),
+        (CheckSums(), plain),
+        (CheckGradientProducts(), plain),
+        (CheckPayloads(group="world", world=2), plain),
+        (SettleChecks(), plain),
+        (SettleChecks(), Compared(plain)),
+    )
+    for current, source in cases:
+        graph = source.build()
+        before = graph.fingerprint()
+        assert not current.run(graph).changed, f"{current.spec} of {source}"
+        assert graph.fingerprint() == before
+
+
+SINGLE = (nothing_to_check,)
 
 
 # Striking

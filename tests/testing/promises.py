@@ -111,6 +111,13 @@ SINGLE: dict[str, tuple[Single, ...]] = {
     **dict.fromkeys(("gradient_sync", "reduction"), (properties.mean_keeps_large_numbers,)),
     "cast": cast_graphs.SINGLE,
     **dict.fromkeys(("loss_scale", "overflow"), scaling.SINGLE),
+    **dict.fromkeys(
+        (
+            *("check_values", "check_gradients", "check_sums", "check_products"),
+            *("check_payloads", "settle_checks"),
+        ),
+        guards.SINGLE,
+    ),
     "clip_norm": (clipping.what_is_not_finite,),
     "compress": compression.SINGLE,
     "rewrite": splicing.SINGLE,
