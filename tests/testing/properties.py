@@ -46,6 +46,7 @@ from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 from tests.testing.cast_graphs import low_graphs
 from tests.testing.casts import casts_as_promised
+from tests.testing.checksums import bounds_as_promised, checksums_as_promised, product_graphs
 from tests.testing.clipping import Behind, clipped_as_promised
 from tests.testing.compression import (
     compressed_as_promised,
@@ -57,11 +58,9 @@ from tests.testing.compression import (
 from tests.testing.faults import BOTH, PAYLOADS, faults_as_promised
 from tests.testing.guards import (
     bits_as_promised,
-    checksums_as_promised,
     compared_graphs,
     limits_as_promised,
     payloads_as_promised,
-    product_graphs,
     settled_as_promised,
     silent,
 )
@@ -488,9 +487,9 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
     "check_gradient_products": (
         CheckGradientProducts(),
-        (silent, checksums_as_promised, no_leftovers),
+        (silent, checksums_as_promised, bounds_as_promised, no_leftovers),
     ),
-    "check_sums": (CheckSums(), (silent, checksums_as_promised, no_leftovers)),
+    "check_sums": (CheckSums(), (silent, checksums_as_promised, bounds_as_promised, no_leftovers)),
     "check_gradients": (CheckGradients(), (silent, bits_as_promised, no_leftovers)),
     "settle_checks": (SettleChecks(), (silent, settled_as_promised, no_leftovers)),
     "check_values": (CheckValues("values=2"), (limits_as_promised, no_leftovers)),

@@ -1,0 +1,179 @@
+"""What holds of the checksums of products and sums: what is further off than their bound is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import ANY
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from fxpasses.guards.products import CHECKED, parts
+from fxpasses.precision import operator_name
+from fxpasses.rewrite import origin_of
+from fxpasses.testing.operators import OPERATORS
+from fxpasses.testing.oracles import Run
+from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step
+from tests.testing.strikes import Damage, copied, increase, place_in, struck, told_by
+
+_KIND = {"check_gradient_products": "product: ", "check_sums": "sum: "}
+
+
+def checksums_as_promised(run: Run) -> None:
+    """A product or sum that is far off is told, once, by its rank alone, whatever is computed from it."""
+    nodes = _with_checksum(run)
+    if nodes:
+        assert run.reports[0].counts == {"checked": len(nodes), "unchecked": ANY}
+        node = nodes[run.seed % len(nodes)]
+        (source, *rest) = node.all_input_nodes
+        by = (
+            [source, *rest] if rest or node.target.__name__ != "getitem" else source.all_input_nodes
+        )  # type: ignore[union-attr]
+        found = struck(run, node, list(node.users), _far_off(run.seed), by)
+        told_by(run, found, {run.seed % run.world}, _KIND[run.current.name])
+
+
+def bounds_as_promised(run: Run) -> None:
+    """What is further off than the bound is told, and what is a little nearer is not."""
+    nodes = [n for n in _with_checksum(run) if operator_name(n) in ("sum", *CHECKED)]
+    if nodes:
+        node = nodes[run.seed // 3 % len(nodes)]
+        is_sum = operator_name(node) == "sum"
+        by = node.all_input_nodes if is_sum else [n for n in parts(node) if n is not None]
+        dims = node.args[1] if is_sum and len(node.args) > 1 else None
+        shares: list[float] = []
+        near = _near_the_bound(run.seed, shares, dims, is_sum)
+        found = struck(run, node, list(node.users), near, by)
+        if shares and not 0.7 < shares[0] < 1.4:
+            ranks = {run.seed % run.world} if shares[0] > 1 else set()
+            told_by(run, found, ranks, _KIND[run.current.name])
+
+
+def _with_checksum(run: Run) -> list[fx.Node]:
+    checked = {origin_of(n).source for n in run.after.walk() if origin_of(n).rule == "checksum"}
+    return [n for n in run.after.walk() if n.name in checked]
+
+
+def product_graphs() -> st.SearchStrategy[GradientGraph]:
+    """A product and a sum, of matrices that are large enough for roundings to add up, among other operators."""
+    sizes = st.sampled_from((1, 2, 3, 7, 40, 200))
+    made_of = st.sampled_from(
+        ("neg", "exp", "large", "sin", "relu", "double", "bfloat16", "transpose")
+    )
+    positions = st.integers(0, 12)
+    others = st.builds(Step, st.sampled_from(OPERATORS), positions, positions)
+    return st.builds(
+        _product,
+        st.tuples(sizes, sizes, sizes),
+        st.sampled_from(("float32", "bfloat16", "float64")),
+        st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
+        st.tuples(made_of, made_of),
+        st.lists(others, max_size=4),
+        st.lists(positions, max_size=2),
+    )
+
+
+def _product(
+    sizes: tuple[int, int, int],
+    dtype: str,
+    layouts: tuple[str, str],
+    made_of: tuple[str, str],
+    others: list[Step],
+    gradients: list[int],
+) -> GradientGraph:
+    rows, columns, inner = sizes
+    first, second = made_of
+    steps = (Step(first, 0), Step(second, 1), Step("product", 2, 3), Step("sum", 2), Step("sum", 4))
+    return GradientGraph(
+        tangents=(Leaf((inner, rows), dtype, layouts[0]),),
+        saved=(Leaf((inner, columns), dtype, layouts[1]),),
+        steps=(*steps, *others),
+        gradients=(4, 5, 6, *gradients),
+    )
+
+
+def _far_off(seed: int) -> Damage:
+    """Add more to one element than all that a product or sum of these can be, where that fits its dtype."""
+
+    def add(value: Tensor, *by: Any) -> Tensor | None:
+        floats = [x for x in by if isinstance(x, Tensor) and x.is_floating_point()]
+        size = math.prod(1 + float(x.double().abs().sum()) for x in floats)
+        fits = size < torch.finfo(value.dtype).max / 1e3 and bool(value.isfinite().all())
+        return increase(seed, size)(value) if fits else None
+
+    return add
+
+
+def _near_the_bound(
+    seed: int, shares: list[float], dims: Sequence[int] | None, is_sum: bool
+) -> Damage:
+    """Let one row's checksum be so much of its bound away: the formula of `guards/products.py`, in fp64.
+
+    Args:
+        shares: takes in of how much of its bound the row is away.
+        dims: of a sum; None: all.
+    """
+    share = (0.6, 1.6)[seed % 2]
+
+    def add(value: Tensor, *by: Tensor) -> Tensor | None:
+        if is_sum:
+            c, a = _as_rows(value, by[0], dims)
+            b_sums = b_squares = torch.ones((), dtype=torch.float64)
+            d = None
+        else:
+            c, (a, b, *added) = value, by
+            b_sums = b.double().sum(-1).unsqueeze(-2)
+            b_squares = torch.maximum(b.double().square().sum(-1), b.double().sum(-1) ** 2)
+            b_squares, d = b_squares.unsqueeze(-2), added[0] if added else None
+        at = place_in(seed // 7, c)
+        row, wide = at[:-1], c.double()
+        a = a.double()
+        expected = (a * b_sums).sum(-1)
+        if d is not None:
+            expected = expected + (d.double() + torch.zeros_like(wide)).sum(-1)
+        walk = (a.square() * b_squares).sum(-1).sqrt()
+        for _ in range(30):
+            bound = _bound(wide, c.dtype, a.shape[-1], walk, is_sum)
+            wide[at] += expected[row] + share * bound[row] - wide.sum(-1)[row]
+        wide[at] = wide[at].to(c.dtype).double()
+        bound = _bound(wide, c.dtype, a.shape[-1], walk, is_sum)[row]
+        largest = max(float(wide.abs().sum()), float(walk.max()) * a.shape[-1])
+        if not largest < torch.finfo(c.dtype).max / 1e3:
+            return None
+        shares.append(float((wide.sum(-1)[row] - expected[row]).abs() / bound))
+        other = copied(value)
+        assert other is not None, "what operators make has memory for each element"
+        other.reshape(c.shape)[at] = wide[at].to(c.dtype)
+        return other
+
+    return add
+
+
+def _as_rows(value: Tensor, x: Tensor, dims: Sequence[int] | None) -> tuple[Tensor, Tensor]:
+    """A sum and its terms: [M, 1] and [M, K]."""
+    gone = {d % x.dim() for d in (range(x.dim()) if dims is None else dims)} if x.dim() else set()
+    kept = [d for d in range(x.dim()) if d not in gone]
+    return value.reshape(-1, 1), x.permute([*kept, *sorted(gone)]).reshape(value.numel(), -1)
+
+
+def _bound(c: Tensor, dtype: torch.dtype, inner: int, walk: Tensor, is_sum: bool) -> Tensor:
+    """By row, how far a checksum may be off.
+
+    Args:
+        c: [..., M, N] fp64, what the operator returned in `dtype`.
+        walk: [..., M], w of the formula.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    unit = torch.finfo(wide).eps / 2
+    last = torch.finfo(dtype).eps / 2 if dtype.itemsize < 4 else 0.0
+    outer = c.shape[-1]
+    m = torch.minimum(math.sqrt(outer) * c.abs().amax(-1), c.abs().sum(-1))
+    drift = unit * (math.sqrt(inner) + math.sqrt(outer)) + last
+    bound = 8 * unit * (2 * math.sqrt(inner) + math.sqrt(outer)) * walk
+    checked_in = torch.float64 if is_sum else wide
+    tiny = torch.finfo(dtype).tiny * outer
+    tiny += unit * math.sqrt(torch.finfo(checked_in).tiny) * inner * outer
+    return bound + 8 * drift * torch.maximum(m, c.sum(-1).abs()) + tiny
