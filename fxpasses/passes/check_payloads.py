@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 import custom_ops.checksum  # noqa: F401  (registers operators)
 from custom_ops.bits import words
-from fxpasses.effects import is_launch, is_wait
+from fxpasses.effects import is_launch
 from fxpasses.graph import TrainingGraph
 from fxpasses.guards.alarms import write_alarms
 from fxpasses.passes.base import Pass, Report, from_environment
@@ -181,24 +181,25 @@ def _carries_gradients(node: fx.Node) -> bool:
 
 def _is_sealed(node: fx.Node) -> bool:
     """A payload with a header, which has room for a checksum."""
-    if not _carries_gradients(node) or not all(is_wait(user) for user in node.users):
-        return False
-    return node.all_input_nodes[0].meta["val"].dtype == torch.uint8 and _arrives_as_sent(node)
+    return _arrives_as_sent(node) and _payload(node).dtype == torch.uint8
 
 
 def _is_exchanged(node: fx.Node) -> bool:
     """A payload of numbers that are added up where they arrive."""
-    if not _carries_gradients(node) or not all(is_wait(user) for user in node.users):
-        return False
-    return node.all_input_nodes[0].meta["val"].dtype != torch.uint8 and _arrives_as_sent(node)
-
-
-def _arrives_as_sent(node: fx.Node) -> bool:
-    return node.target in (C10D.all_gather_into_tensor.default, C10D.all_to_all_single.default)
+    return _arrives_as_sent(node) and _payload(node).dtype != torch.uint8
 
 
 def _is_dense(node: fx.Node) -> bool:
     if not _carries_gradients(node) or node.target is not C10D.all_reduce.default:
         return False
-    value = node.all_input_nodes[0].meta["val"]
-    return value.is_floating_point() and value.dim() == 1
+    return _payload(node).is_floating_point() and _payload(node).dim() == 1
+
+
+def _arrives_as_sent(node: fx.Node) -> bool:
+    copies = (C10D.all_gather_into_tensor.default, C10D.all_to_all_single.default)
+    return _carries_gradients(node) and node.target in copies
+
+
+def _payload(launch: fx.Node) -> Tensor:
+    value: Tensor = launch.all_input_nodes[0].meta["val"]
+    return value

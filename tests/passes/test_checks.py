@@ -29,7 +29,7 @@ from tests.graphs import (
     random_inputs,
     traced,
 )
-from tests.testing.guards import silent
+from tests.testing.strikes import silent
 
 
 def alarm(graph, inputs=None):

@@ -9,15 +9,19 @@ from unittest.mock import ANY
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from fxpasses import inductor
 from fxpasses.guards.products import CHECKED, parts
+from fxpasses.passes.check_sums import CheckSums
 from fxpasses.precision import operator_name
 from fxpasses.rewrite import origin_of
+from fxpasses.testing.capture import capture
+from fxpasses.testing.check import run_over
 from fxpasses.testing.operators import OPERATORS
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step
-from tests.testing.strikes import Damage, copied, increase, place_in, struck, told_by
+from tests.testing.strikes import Damage, copied, increase, place_in, silent, struck, told_by
 
 _KIND = {"check_gradient_products": "product: ", "check_sums": "sum: "}
 
@@ -93,6 +97,29 @@ def _product(
         steps=(*steps, *others),
         gradients=(4, 5, 6, *gradients),
     )
+
+
+def sums_of_layers() -> None:
+    """Each kind of sum that layers make of gradients, as torch writes it and as Inductor takes it apart."""
+    ids = torch.tensor([[0, 1, 2], [2, 2, 5]])
+    layers: dict[str, tuple[nn.Module, Tensor, int]] = {
+        "linear": (nn.Linear(5, 4), torch.randn(3, 5), 1),
+        "norm": (nn.LayerNorm(6), torch.randn(2, 3, 6), 2),
+        "convolution": (nn.Conv2d(2, 3, 2), torch.randn(2, 2, 4, 4), 1),
+        "embedding": (nn.Embedding(6, 4), ids, 1),
+        "padded": (nn.Embedding(6, 4, padding_idx=0), ids, 1),
+    }
+    for decompositions in (None, inductor.decompositions()):
+        for kind, (layer, x, count) in layers.items():
+            graph = capture(layer, x, decompositions=decompositions).backward
+            for seed in range(4):
+                run = run_over(CheckSums(), graph, {"world": 1 + seed % 2}, seed)
+                assert run.reports[0].counts.get("checked", 0) == count, kind
+                silent(run)
+                checksums_as_promised(run)
+
+
+SINGLE = (sums_of_layers,)
 
 
 def _far_off(seed: int) -> Damage:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tests.testing import (
     cast_graphs,
+    checksums,
     clipping,
     compression,
     exchanges,
@@ -113,11 +114,13 @@ SINGLE: dict[str, tuple[Single, ...]] = {
     **dict.fromkeys(("loss_scale", "overflow"), scaling.SINGLE),
     **dict.fromkeys(
         (
-            *("check_values", "check_gradients", "check_sums", "check_products"),
+            *("check_values", "check_gradients", "check_products"),
             *("check_payloads", "settle_checks"),
         ),
         guards.SINGLE,
     ),
+    "check_sums": (*guards.SINGLE, *checksums.SINGLE),
+    "sums": checksums.SINGLE,
     "clip_norm": (clipping.what_is_not_finite,),
     "compress": compression.SINGLE,
     "rewrite": splicing.SINGLE,

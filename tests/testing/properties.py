@@ -62,11 +62,11 @@ from tests.testing.guards import (
     limits_as_promised,
     payloads_as_promised,
     settled_as_promised,
-    silent,
 )
 from tests.testing.regions import REGIONS, modular_graphs, replayed_as_promised
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 from tests.testing.statistics import statistics_as_promised
+from tests.testing.strikes import silent
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
