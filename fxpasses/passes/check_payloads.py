@@ -190,9 +190,9 @@ def _is_exchanged(node: fx.Node) -> bool:
 
 
 def _is_dense(node: fx.Node) -> bool:
-    if not _carries_gradients(node) or node.target is not C10D.all_reduce.default:
-        return False
-    return _payload(node).is_floating_point() and _payload(node).dim() == 1
+    """A payload of numbers that are added up on the way."""
+    is_sum = _carries_gradients(node) and node.target is C10D.all_reduce.default
+    return is_sum and _payload(node).is_floating_point()
 
 
 def _arrives_as_sent(node: fx.Node) -> bool:

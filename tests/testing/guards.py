@@ -31,6 +31,7 @@ from tests.testing.compression import real_graphs
 from tests.testing.strikes import alarms_of, bit_flip, increase, silent, struck, told_by
 
 C10D = torch.ops._c10d_functional
+_KINDS = ("sealed", "summed", "compared")
 _SCHEMES = (None, None, None, "int4", "bf16", "topk:ratio=0.3", "powersgd:rank=1")
 
 
@@ -101,10 +102,11 @@ def bits_as_promised(run: Run) -> None:
 def payloads_as_promised(run: Run) -> None:
     """Of a payload that is damaged on its way, whoever receives it tells, once."""
     names = [n.name for n in run.after.walk() if is_launch(n)]
-    sent = [n.name for n in run.before.walk() if _is_checked(n)]
-    assert sum(run.reports[0].counts.values()) == len(sent)
+    kinds = {n.name: kind for n in run.before.walk() if (kind := _kind_of(n)) is not None}
+    sent = list(kinds)
     if not sent:
         return
+    assert run.reports[0].counts == {kind: list(kinds.values()).count(kind) for kind in _KINDS}
     (launch,) = (n for n in run.after.walk() if n.name == sent[run.seed % len(sent)])
     payloads = [x.payload for x in run.traced_after.launches[names.index(launch.name)]]
     damage, receivers = bit_flip(run.seed), set(range(run.world))
@@ -129,12 +131,14 @@ def payloads_as_promised(run: Run) -> None:
     told_by(run, found, receivers, f"payload of {parameters}")
 
 
-def _is_checked(node: fx.Node) -> bool:
-    """Whether a launch carries gradients whose sums can be taken."""
+def _kind_of(node: fx.Node) -> str | None:
+    """How a launch that carries gradients is checked; None for another one, and for complex sums."""
     if not is_launch(node) or not origin_of(node).parameters:
-        return False
+        return None
     value = node.all_input_nodes[0].meta["val"]
-    return node.target is not C10D.all_reduce.default or value.is_floating_point()
+    if node.target is C10D.all_reduce.default:
+        return None if value.is_complex() else "summed"
+    return "sealed" if value.dtype == torch.uint8 else "compared"
 
 
 def all_ways_to_send(examples: int) -> None:
