@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import ANY
 
 import torch
 from hypothesis import strategies as st
@@ -13,8 +12,9 @@ from torch import Tensor, fx, nn
 
 from fxpasses import inductor
 from fxpasses.guards.products import CHECKED, parts
+from fxpasses.passes.check_products import CheckGradientProducts
 from fxpasses.passes.check_sums import CheckSums
-from fxpasses.precision import operator_name
+from fxpasses.precision import ALLOW, class_of, operator_name
 from fxpasses.rewrite import origin_of
 from fxpasses.testing.capture import capture
 from fxpasses.testing.check import run_over
@@ -29,8 +29,14 @@ _KIND = {"check_gradient_products": "product: ", "check_sums": "sum: "}
 def checksums_as_promised(run: Run) -> None:
     """A product or sum that is far off is told, once, by its rank alone, whatever is computed from it."""
     nodes = _with_checksum(run)
+    names = {n.name for n in nodes}
+    assert {n.name for n in run.before.walk() if _has_to_have_one(run, n)} <= names
     if nodes:
-        assert run.reports[0].counts == {"checked": len(nodes), "unchecked": ANY}
+        rest = run.reports[0].counts["unchecked"]
+        assert run.reports[0].counts == {"checked": len(nodes), "unchecked": rest}
+        if run.current.name == CheckGradientProducts.name:
+            others = [n for n in run.before.walk() if n.name not in names]
+            assert rest == sum(class_of(n) == ALLOW for n in others)
         node = nodes[run.seed % len(nodes)]
         (source, *rest) = node.all_input_nodes
         by = (
@@ -59,6 +65,23 @@ def bounds_as_promised(run: Run) -> None:
 def _with_checksum(run: Run) -> list[fx.Node]:
     checked = {origin_of(n).source for n in run.after.walk() if origin_of(n).rule == "checksum"}
     return [n for n in run.after.walk() if n.name in checked]
+
+
+def _has_to_have_one(run: Run, node: fx.Node) -> bool:
+    """A product of matrices of one dtype; a gradient that is a sum."""
+    if run.current.name == CheckGradientProducts.name:
+        if operator_name(node) not in ("mm", "bmm", "addmm", "baddbmm"):
+            return False
+        values = [n.meta["val"] for n in (node, *node.all_input_nodes)]
+        settings = {key: x for key, x in node.kwargs.items() if x != 1}
+    else:
+        is_gradient = any(g.node is node for g in run.before.gradients())
+        if not is_gradient or operator_name(node) != "sum":
+            return False
+        values, settings = [n.meta["val"] for n in (node, *node.all_input_nodes)], {}
+    static = all(isinstance(size, int) for value in values for size in value.shape)
+    is_real = values[0].is_floating_point() and values[0].numel() != 0
+    return is_real and static and not settings and len({value.dtype for value in values}) == 1
 
 
 def product_graphs() -> st.SearchStrategy[GradientGraph]:
