@@ -22,7 +22,7 @@ def degree(operator: str, a: int, b: int) -> int | None:
     Args:
         a, b: the degrees of its arguments.
     """
-    if operator in ("mul", "product"):
+    if operator in ("mul", *_PRODUCTS):
         return a + b if a + b < 2 else None
     if operator in ("add", "bias", "where", "cat"):
         return a if a == b else None
@@ -167,6 +167,25 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
     )
 
 
+def _added(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """A product that is added to one."""
+    found = _product(a, b)
+    return [*found, (aten.addmm.default, ("_", "_0", "b"), {})] if found else []
+
+
+def _batched(a: torch.Tensor, b: torch.Tensor) -> list[Call]:
+    """The same of batches, of one product each."""
+    if not _product(a, b):
+        return []
+    return [
+        (aten.permute.default, ("a", [1, 0]), {}),
+        (aten.unsqueeze.default, ("_", 0), {}),
+        (aten.unsqueeze.default, ("b", 0), {}),
+        (aten.bmm.default, ("_1", "_2"), {}),
+        (aten.baddbmm.default, ("_3", "_1", "_2"), {}),
+    ]
+
+
 _STEPS: dict[str, _Rule] = {
     "neg": lambda a, b: [NEGATION],
     "double": lambda a, b: [(aten.mul.Tensor, ("a", 2), {})],
@@ -249,9 +268,16 @@ _RARE: dict[str, _Rule] = {
     "pool": _pool,
     "statistics": _statistics,
 }
-OPERATORS, RARE = tuple(_STEPS), tuple(_RARE)
+# Other forms of products.
+_PRODUCTS: dict[str, _Rule] = {
+    "product": _product,
+    "added": _added,
+    "batched": lambda a, b: _batched(a, b)[:-1],
+    "batched_added": _batched,
+}
+OPERATORS, RARE, PRODUCTS = tuple(_STEPS), tuple(_RARE), tuple(_PRODUCTS)
 
 
 def calls(operator: str, a: torch.Tensor, b: torch.Tensor) -> list[Call]:
     """What a step calls, one after the other; nothing if the operator does not fit these arguments."""
-    return (_STEPS | _RARE)[operator](a, b)
+    return (_STEPS | _RARE | _PRODUCTS)[operator](a, b)

@@ -114,13 +114,13 @@ SINGLE: dict[str, tuple[Single, ...]] = {
     **dict.fromkeys(("loss_scale", "overflow"), scaling.SINGLE),
     **dict.fromkeys(
         (
-            *("check_values", "check_gradients", "check_products"),
+            *("check_values", "check_gradients"),
             *("check_payloads", "settle_checks"),
         ),
         guards.SINGLE,
     ),
-    "check_sums": (*guards.SINGLE, *checksums.SINGLE),
-    "sums": checksums.SINGLE,
+    **dict.fromkeys(("check_sums", "check_products"), (*guards.SINGLE, *checksums.SINGLE)),
+    **dict.fromkeys(("sums", "products"), checksums.SINGLE),
     "clip_norm": (clipping.what_is_not_finite,),
     "compress": compression.SINGLE,
     "rewrite": splicing.SINGLE,
