@@ -118,7 +118,7 @@ def _row_sums(d: Tensor, columns: int) -> Tensor:
     d = d.to(WIDE)
     if d.dim() and d.shape[-1] == columns:
         return d.sum(-1)
-    return columns * (d.squeeze(-1) if d.dim() else d)
+    return columns * d.squeeze(-1)
 
 
 def _wide(c: Tensor) -> torch.dtype:

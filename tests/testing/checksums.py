@@ -21,6 +21,7 @@ from fxpasses.testing.capture import capture
 from fxpasses.testing.check import run_over
 from fxpasses.testing.operators import OPERATORS, PRODUCTS
 from fxpasses.testing.oracles import Run
+from fxpasses.testing.program import Layer, Program
 from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step
 from tests.testing.strikes import Damage, copied, increase, place_in, silent, struck, told_by
 
@@ -136,8 +137,14 @@ def _product(
 def products_of_layers() -> None:
     """What has no checksum is counted, of the backward and of the forward."""
     matrix = torch.randn(3, 3, requires_grad=True)
-    scaled = capture(lambda x: torch.addmm(x, x, x, alpha=2.0), matrix).joint
-    assert not CheckProducts().run(scaled).changed
+    for scaled in (
+        capture(lambda x: torch.addmm(x, x, x, alpha=2.0), matrix),
+        capture(lambda x: torch.addmm(x, x, x, beta=2.0), matrix),
+    ):
+        assert not CheckProducts().run(scaled.joint).changed
+    # The inner size of the gradient of the input is known, that of the weight's is the batch.
+    dynamic = Program((Layer("linear"),), batch=3, dynamic=True).captured().backward.copy()
+    assert CheckGradientProducts().run(dynamic).counts == {"checked": 1, "unchecked": 1}
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(27, 5))
     captured = capture(model, torch.randn(2, 2, 4, 4))
     for current, graph, count in (
@@ -191,7 +198,25 @@ def chosen_products() -> None:
     assert not is_wrong(infinite.new_zeros((1, 1)), ones, cancelling, None)
 
 
-SINGLE = (sums_of_layers, products_of_layers, chosen_products)
+def chosen_sums() -> None:
+    """What nothing makes, or is empty, counts nowhere; what is summed to another dtype has no checksum."""
+    source = GradientGraph(
+        (Leaf((2, 3)), Leaf((0, 3))), (Step("sum", 0), Step("neg", 1), Step("neg", 0)), (0, 2, 3, 4)
+    )
+    assert CheckSums().run(source.build()).counts == {"checked": 1, "unchecked": 1}
+    low = GradientGraph((Leaf((2, 3), "bfloat16"),), (Step("sum", 0),), gradients=(1,)).build()
+    (total,) = (n for n in low.walk())
+    total.kwargs = {"dtype": torch.float32}
+    with low.fake_mode:
+        total.meta["val"] = total.meta["val"].float()
+    assert not CheckSums().run(low).changed
+    by_frequency = nn.Embedding(6, 4, scale_grad_by_freq=True)
+    assert not CheckSums().run(capture(by_frequency, torch.tensor([0, 1])).backward).changed
+    dynamic = Program((Layer("linear"),), batch=3, dynamic=True).captured().backward.copy()
+    assert not CheckSums().run(dynamic).changed, "how many are added up is not known"
+
+
+SINGLE = (sums_of_layers, products_of_layers, chosen_products, chosen_sums)
 
 
 def _far_off(seed: int) -> Damage:
