@@ -162,7 +162,7 @@ def sums_of_layers() -> None:
     ids = torch.tensor([[0, 1, 2], [2, 2, 5]])
     layers: dict[str, tuple[nn.Module, Tensor, int]] = {
         "linear": (nn.Linear(5, 4), torch.randn(3, 5), 1),
-        "norm": (nn.LayerNorm(6), torch.randn(2, 3, 6), 2),
+        "norm": (nn.LayerNorm(6), torch.randn(2, 2, 6), 2),
         "convolution": (nn.Conv2d(2, 3, 2), torch.randn(2, 2, 4, 4), 1),
         "embedding": (nn.Embedding(6, 4), ids, 1),
         "padded": (nn.Embedding(6, 4, padding_idx=0), ids, 1),
@@ -212,8 +212,9 @@ def chosen_sums() -> None:
     assert not CheckSums().run(low).changed
     by_frequency = nn.Embedding(6, 4, scale_grad_by_freq=True)
     assert not CheckSums().run(capture(by_frequency, torch.tensor([0, 1])).backward).changed
-    dynamic = Program((Layer("linear"),), batch=3, dynamic=True).captured().backward.copy()
-    assert not CheckSums().run(dynamic).changed, "how many are added up is not known"
+    for kind in ("linear", "layer_norm"):
+        dynamic = Program((Layer(kind),), batch=3, dynamic=True).captured().backward.copy()
+        assert not CheckSums().run(dynamic).changed, "how many are added up is not known"
 
 
 SINGLE = (sums_of_layers, products_of_layers, chosen_products, chosen_sums)
