@@ -161,7 +161,10 @@ def all_ways_to_send(examples: int) -> None:
     ) -> None:
         environment = {**environment, "compression": scheme, "reduce_order": order}
         oracles = (*ORACLES, silent, payloads_as_promised, no_dead_code)
-        check_run(CheckPayloads(), source, environment, seed, oracles)
+        run = check_run(CheckPayloads(), source, environment, seed, oracles)
+        origins = map(origin_of, run.after.walk())
+        rules = {o.rule for o in origins if o.pass_name == CheckPayloads.name}
+        assert rules <= {"checksum", "alarm"}
 
     search()
 
