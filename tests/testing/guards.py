@@ -32,7 +32,7 @@ from tests.testing.strikes import alarms_of, bit_flip, increase, silent, struck,
 
 C10D = torch.ops._c10d_functional
 _KINDS = ("sealed", "summed", "compared")
-_SCHEMES = (None, None, None, "int4", "bf16", "topk:ratio=0.3", "powersgd:rank=1")
+_SCHEMES = (None, None, "int4", "bf16", "topk:ratio=0.3", "powersgd:rank=1")
 
 
 # What is above a limit
