@@ -1,6 +1,23 @@
 """Mutants of `fxpasses.guards.products`: see `bench.mutations`."""
 
-WRITTEN: tuple[tuple[str, str, str], ...] = ()
+WRITTEN = (
+    ("narrow bound", "DEVIATIONS = 8.0", "DEVIATIONS = 0.01"),
+    ("wide bound", "DEVIATIONS = 8.0", "DEVIATIONS = 64.0"),
+    ("sum of squares for squared sum", "b_sums.square())", "b_sums.abs())"),
+    (
+        "walk left out",
+        "bound = DEVIATIONS * unit * (2 * inner + outer) * walk + drift",
+        "bound = drift",
+    ),
+    ("drift left out", "* walk + drift", "* walk"),
+    ("what is added left out", "    if d is not None:\n", "    if False:\n"),
+    (
+        "what is not finite is right",
+        "torch.where(found.isfinite(), agrees, may_overflow)",
+        "agrees | ~found.isfinite()",
+    ),
+    ("one row has to be wrong in all", "may_overflow).all()", "may_overflow).any()"),
+)
 _EITHER = "the larger or smaller of two is that of the two in any order"
 EQUIVALENT = {
     "arguments: torch.minimum(share * outer * sizes.amax(-1), share * sizes.sum(-1)) -> "

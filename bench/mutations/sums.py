@@ -1,6 +1,20 @@
 """Mutants of `fxpasses.guards.sums`: see `bench.mutations`."""
 
-WRITTEN: tuple[tuple[str, str, str], ...] = ()
+WRITTEN = (
+    ("narrow accumulator", "accumulator=accumulator or c.dtype", "accumulator=torch.float64"),
+    ("padding counts", "indices.ne(padding)", "indices.ne(-1)"),
+    ("mean left out", "before.to(WIDE) - mean", "before.to(WIDE)"),
+    (
+        "kept dimensions left where they are",
+        "order = [*kept, *sorted(dims)]",
+        "order = [*sorted(dims), *kept]",
+    ),
+    (
+        "views are not looked through",
+        '        while node.op == "call_function" and _is_view(node):\n',
+        "        while False:\n",
+    ),
+)
 EQUIVALENT = {
     "arguments: x.transpose(0, 1) -> x.transpose(1, 0)": "the same dimensions",
 }

@@ -204,6 +204,9 @@ def chosen_sums() -> None:
         (Leaf((2, 3)), Leaf((0, 3))), (Step("sum", 0), Step("neg", 1), Step("neg", 0)), (0, 2, 3, 4)
     )
     assert CheckSums().run(source.build()).counts == {"checked": 1, "unchecked": 1}
+    steps = (Step("product", 0, 1), Step("sum", 0))
+    both = GradientGraph((Leaf((3, 2)),), steps, (2, 3), saved=(Leaf((3, 4)),))
+    assert CheckSums().run(both.build()).counts == {"checked": 1, "unchecked": 0}
     low = GradientGraph((Leaf((2, 3), "bfloat16"),), (Step("sum", 0),), gradients=(1,)).build()
     (total,) = (n for n in low.walk())
     total.kwargs = {"dtype": torch.float32}

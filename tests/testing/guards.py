@@ -88,8 +88,10 @@ def _told_of(run: Run, found: list[list[int]] | None, above: list[set[str]]) -> 
 def bits_as_promised(run: Run) -> None:
     """A bit of a gradient that changes behind its operator is told, once, by its rank alone."""
     comparisons = [n for n in run.after.walk() if DELIVERED in n.meta]
-    if comparisons and run.current.name == CheckGradients.name:
-        assert run.reports[0].counts == {"checked": len(comparisons)}
+    if run.current.name == CheckGradients.name:
+        assert len(comparisons) == len(run.before.parameters_by_gradient())
+        assert run.reports[0].counts.get("checked", 0) == len(comparisons)
+        _first_and_last(run, comparisons)
     if comparisons:
         told = comparisons[run.seed % len(comparisons)]
         gradient: Any = told.args[0]
@@ -97,6 +99,18 @@ def bits_as_promised(run: Run) -> None:
         found = struck(run, gradient, readers, bit_flip(run.seed))
         parameter = told.meta["provenance"].parameters[0]
         told_by(run, found, {run.seed % run.world}, f"bits of the gradient of {parameter}")
+
+
+def _first_and_last(run: Run, comparisons: list[fx.Node]) -> None:
+    """Bits are summed right behind their gradients, and compared behind all that the program does."""
+    order = run.after.positions()
+    own = {n.name for n in run.before.walk()}
+    program = [order[n] for n in run.after.walk() if n.name in own]
+    for comparison in comparisons:
+        gradient, total = comparison.all_input_nodes
+        behind = [at for at in program if at > order[gradient]]
+        assert order[total] < min(behind, default=order[comparison])
+        assert order[comparison] > max(program, default=0)
 
 
 def payloads_as_promised(run: Run) -> None:
@@ -249,4 +263,11 @@ def every_chunk_has_sums() -> None:
         check_run(CheckPayloads(), source, environment, place, (silent, payloads_as_promised))
 
 
-SINGLE = (nothing_to_check, every_chunk_has_sums)
+def sums_of_fp64_are_rounded() -> None:
+    """Three elements: their sum, rounded on each rank, is not the sum of their sums."""
+    source = GradientGraph((Leaf((), "float64"),), gradients=(0, 0, 0))
+    environment = {"group": "world", "world": 2, "reduce": "mean", "bucket_mb": 1.0}
+    check_run(CheckPayloads(), source, environment, oracles=(silent,))
+
+
+SINGLE = (nothing_to_check, every_chunk_has_sums, sums_of_fp64_are_rounded)
