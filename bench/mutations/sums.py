@@ -37,6 +37,6 @@ KNOWN = {
     "isinstance(node, fx.Node) or operator_name(node) == 'full' or (not nod": _NO_OTHER,
     "condition: if not _is_zero(start) or len(indices) != 1 or node.meta['val'].dim()  -> "
     "if False: return None": _NO_OTHER,
-    "operator: not _is_zero(start) or len(indices) != 1 or node.meta['val'].dim() != -> "
-    "not _is_zero(start) and len(indices) != 1 and (node.meta['val'].dim() ": _NO_OTHER,
+    "operator: not _is_zero(start) or len(indices) != 1 or node.meta['val'].dim() !=  -> "
+    "not _is_zero(start) and len(indices) != 1 and (node.meta['val'].dim()": _NO_OTHER,
 }

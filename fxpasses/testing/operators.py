@@ -276,8 +276,9 @@ _PRODUCTS: dict[str, _Rule] = {
     "batched_added": _batched,
 }
 OPERATORS, RARE, PRODUCTS = tuple(_STEPS), tuple(_RARE), tuple(_PRODUCTS)
+_RULES = _STEPS | _RARE | _PRODUCTS
 
 
 def calls(operator: str, a: torch.Tensor, b: torch.Tensor) -> list[Call]:
     """What a step calls, one after the other; nothing if the operator does not fit these arguments."""
-    return (_STEPS | _RARE | _PRODUCTS)[operator](a, b)
+    return _RULES[operator](a, b)

@@ -79,18 +79,17 @@ def _with_checksum(run: Run) -> list[fx.Node]:
 def _has_to_have_one(run: Run, node: fx.Node) -> bool:
     """A product of matrices of one dtype; a gradient that is a sum."""
     if run.current.name == CheckGradientProducts.name:
-        if operator_name(node) not in ("mm", "bmm", "addmm", "baddbmm"):
-            return False
-        values = [n.meta["val"] for n in (node, *node.all_input_nodes)]
-        settings = {key: x for key, x in node.kwargs.items() if x != 1}
+        is_one = operator_name(node) in ("mm", "bmm", "addmm", "baddbmm")
+        is_one = is_one and all(x == 1 for x in node.kwargs.values())
     else:
         is_gradient = any(g.node is node for g in run.before.gradients())
-        if not is_gradient or operator_name(node) != "sum":
-            return False
-        values, settings = [n.meta["val"] for n in (node, *node.all_input_nodes)], {}
+        is_one = is_gradient and operator_name(node) == "sum"
+    if not is_one:
+        return False
+    values = [n.meta["val"] for n in (node, *node.all_input_nodes)]
     static = all(isinstance(size, int) for value in values for size in value.shape)
     is_real = values[0].is_floating_point() and values[0].numel() != 0
-    return is_real and static and not settings and len({value.dtype for value in values}) == 1
+    return is_real and static and len({value.dtype for value in values}) == 1
 
 
 def product_graphs() -> st.SearchStrategy[GradientGraph]:

@@ -113,10 +113,7 @@ SINGLE: dict[str, tuple[Single, ...]] = {
     "cast": cast_graphs.SINGLE,
     **dict.fromkeys(("loss_scale", "overflow"), scaling.SINGLE),
     **dict.fromkeys(
-        (
-            *("check_values", "check_gradients"),
-            *("check_payloads", "settle_checks"),
-        ),
+        ("check_values", "check_gradients", "check_payloads", "settle_checks"),
         guards.SINGLE,
     ),
     **dict.fromkeys(("check_sums", "check_products"), (*guards.SINGLE, *checksums.SINGLE)),

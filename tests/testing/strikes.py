@@ -12,8 +12,7 @@ from custom_ops.bits import words
 from fxpasses.graph import ALARM, REPLAYED
 from fxpasses.guards.alarms import places_of_alarms
 from fxpasses.testing.oracles import Run
-from fxpasses.testing.values import random_inputs
-from fxpasses.testing.world import run_world
+from fxpasses.testing.oracles.base import trace
 
 # What a value becomes, by the values of others; None where it stays.
 Damage = Callable[..., Tensor | None]
@@ -58,8 +57,7 @@ def struck(
         other = graph.call_function(damaged_or_not, tuple(named[n.name] for n in (node, *by)))
     for reader in changed:
         reader.replace_input_with(named[node.name], other)
-    rows = [random_inputs(g, run.seed * 97 + rank) for rank, g in enumerate(run.afters)]
-    results = run_world(graphs, rows)
+    results = trace(graphs, run.seed).results
     return alarms_of(run, results) if damaged else None
 
 
