@@ -72,11 +72,11 @@ def run(current: Pass, graph: TrainingGraph) -> Report:
     """Run a pass, or a part of it."""
     request = _request()
     if request is None:
-        return current.run(graph)
+        return current.run_checked(graph)
     before = graph.fingerprint()
     try:
         with listening(_Part(request, current.name)):
-            return current.run(graph)
+            return current.run_checked(graph)
     except _Stop:
         return Report(changed=graph.fingerprint() != before)
 

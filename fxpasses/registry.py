@@ -12,7 +12,7 @@ import importlib.metadata
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, TypeVar
 
 from fxpasses.config import Hardening, nearest
@@ -31,7 +31,7 @@ def register_pass(cls: PassType) -> PassType:
         ValueError: when the class is not a frozen dataclass, its contract is malformed, or another class
             has its name.
     """
-    _check_contract(cls)
+    check_contract(cls)
     # By what they say of themselves: loading them here would go in circles while one is being loaded.
     installed = [e.value.replace(":", ".") for e in _entry_points() if e.name == cls.name]
     decorated = [_address(_decorated[cls.name])] if cls.name in _decorated else []
@@ -55,7 +55,7 @@ def _installed() -> dict[str, type[Pass]]:
     found: dict[str, type[Pass]] = {}
     for entry in _entry_points():
         cls = entry.load()
-        _check_contract(cls)
+        check_contract(cls)
         if entry.name != cls.name:
             raise ValueError(
                 f"entry point {entry.name!r} in group {ENTRY_POINT_GROUP!r} must bear the name of its "
@@ -79,13 +79,26 @@ def _address(cls: type[Pass]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _check_contract(cls: type[Pass]) -> None:
+def check_contract(cls: type[Pass]) -> None:
+    """What a pass says of itself has to make sense, before it runs.
+
+    Raises:
+        ValueError: naming the pass and what is wrong.
+    """
     if not (dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ValueError(f"pass {cls.__qualname__}: a pass is a frozen dataclass")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", getattr(cls, "name", "")):
         raise ValueError(f"pass {cls.__qualname__}: `name` must be a lower-case identifier")
     if getattr(cls, "stage", None) not in STAGES:
         raise ValueError(f"pass {cls.name!r}: `stage` must be one of {', '.join(STAGES)}")
+    if cls.run is Pass.run:
+        raise ValueError(f"pass {cls.name!r}: define `run(self, graph)`")
+    for attribute in ("requires", "provides", "conflicts", "inexact"):
+        names = getattr(cls, attribute)
+        if not isinstance(names, Set) or not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"pass {cls.name!r}: `{attribute}` is {names!r}; expected a set of names"
+            )
     options = (field.name for field in dataclasses.fields(Hardening))
     known = {*FROM_GROUP, *options, "loss_scale_in_graph"}
     for field in dataclasses.fields(cls):

@@ -219,9 +219,20 @@ def effects(graph: TrainingGraph) -> list[str]:
 def check_effects(
     before: list[str], graph: TrainingGraph, after: str, reorders: bool = False
 ) -> None:
-    """Raise `SpecError` when a pass removed a node with an effect, or moved one past another.
+    """Raise `SpecError` when a pass removed a node with an effect, or moved one past another."""
+    for old, new in moved_effects(before, graph, reorders):
+        raise SpecError(
+            f"after pass {after!r}: rule 'effects': node {old!r} was removed, or moved past {new!r}"
+        )
+
+
+def moved_effects(
+    before: list[str], graph: TrainingGraph, reorders: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Where the nodes with effects don't stand in the order that they had: which one should, and which does.
 
     Args:
+        before: their names, as `effects` has them.
         reorders: the pass may move those that passes have made, but not the program's own.
     """
     known = set(before)
@@ -234,9 +245,7 @@ def check_effects(
         )
     for old, new in itertools.zip_longest(before, now):
         if old != new:
-            raise SpecError(
-                f"after pass {after!r}: rule 'effects': node {old!r} was removed, or moved past {new!r}"
-            )
+            yield old, new
 
 
 def check_signature(before: list[tuple[object, ...]], graph: TrainingGraph, after: str) -> None:

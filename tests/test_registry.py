@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from fxpasses import registry
 from fxpasses.config import Hardening
-from fxpasses.passes.base import FROM_GROUP, Pass, from_environment
+from fxpasses.graph import TrainingGraph
+from fxpasses.passes.base import FROM_GROUP, Pass, Report, from_environment
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.passes.participation import Participation
@@ -37,10 +38,14 @@ class Sample(Pass):
     name: ClassVar[str] = "sample"
     stage: ClassVar[str] = "joint"
 
+    def run(self, graph: TrainingGraph) -> Report:
+        return Report(changed=False)
+
 
 def make_pass(class_name: str = "Other", module: str = __name__, **attributes: Any) -> type[Pass]:
     """A pass class of its own, with a contract that is right but for `attributes`."""
-    contract = {"name": "other", "stage": "joint", "__module__": module, **attributes}
+    contract = {"name": "other", "stage": "joint", "__module__": module, "run": Sample.run}
+    contract |= attributes
     return dataclasses.dataclass(frozen=True)(type(class_name, (Pass,), contract))
 
 
@@ -93,6 +98,9 @@ def test_a_taken_name_is_an_error_for_a_class_of_the_same_name_elsewhere(own_reg
         ({"stage": "forward"}, "`stage` must be one of joint, backward"),
         ({"stage": None}, "`stage` must be one of joint, backward"),
         ({"preserves_numerics": False}, "define `error_bound`"),
+        ({"run": Pass.run}, r"define `run\(self, graph\)`"),
+        ({"requires": "buckets"}, "`requires` is 'buckets'; expected a set of names"),
+        ({"provides": {1}}, r"`provides` is \{1\}; expected a set of names"),
     ],
 )
 def test_a_malformed_contract_is_an_error(own_registry, attributes, said):
@@ -176,11 +184,13 @@ THIRD_PARTY = """
     @dataclasses.dataclass(frozen=True)
     class Mine(Pass):
         name: ClassVar[str] = "mine"
+        run = lambda self, graph: None
         stage: ClassVar[str] = "{stage}"
 
     @dataclasses.dataclass(frozen=True)
     class AlsoMine(Pass):
         name: ClassVar[str] = "mine"
+        run = lambda self, graph: None
         stage: ClassVar[str] = "joint"
 """
 

@@ -127,6 +127,19 @@ class Pass:
         }
         return dataclasses.replace(self, **found)
 
+    def run_checked(self, graph: TrainingGraph) -> Report:
+        """`run`, whose result has to be a `Report`.
+
+        Raises:
+            ValueError: when it is something else.
+        """
+        report = self.run(graph)
+        if not isinstance(report, Report):
+            raise ValueError(
+                f"pass {self.spec!r}: `run` returned {report!r}; expected a `Report(changed=...)`"
+            )
+        return report
+
     @property
     def communicates(self) -> bool:
         """Whether the pass needs a process group."""

@@ -26,6 +26,8 @@ _HOME = {
     "World": "fxpasses.testing.world",
     "WorldError": "fxpasses.testing.world",
     "check_pass": "fxpasses.testing.check",
+    "check_run": "fxpasses.testing.check",
+    "environments": "fxpasses.testing.strategies",
     "gradient_graphs": "fxpasses.testing.strategies",
     "programs": "fxpasses.testing.strategies",
     "property_test": "fxpasses.testing.check",
@@ -37,11 +39,13 @@ __all__ = sorted([*_HOME, "Captured", "capture", "exported"])
 
 if TYPE_CHECKING:
     from fxpasses.testing.check import check_pass as check_pass
+    from fxpasses.testing.check import check_run as check_run
     from fxpasses.testing.check import property_test as property_test
     from fxpasses.testing.oracles import OracleFailure as OracleFailure
     from fxpasses.testing.oracles import Run as Run
     from fxpasses.testing.program import Layer as Layer
     from fxpasses.testing.program import Program as Program
+    from fxpasses.testing.strategies import environments as environments
     from fxpasses.testing.strategies import gradient_graphs as gradient_graphs
     from fxpasses.testing.strategies import programs as programs
     from fxpasses.testing.strategies import whole_steps as whole_steps

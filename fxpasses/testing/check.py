@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,8 +14,10 @@ from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass
 from fxpasses.registry import passes as known_passes
 from fxpasses.testing import strategies
-from fxpasses.testing.oracles import ORACLES, Oracle, Run, run_pass
-from fxpasses.testing.program import Program
+from fxpasses.testing.arguments import instance, listed, whole
+from fxpasses.testing.oracles import ORACLES, Oracle, OracleFailure, Run, run_pass
+from fxpasses.testing.program import forget_captured
+from fxpasses.testing.sources import source_of
 from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph
 
@@ -45,21 +46,40 @@ def check_pass(
         subject: a pass, or its class where every option has a default. Options that come from the backend
             or the process group are drawn where they are None.
         examples: how many graphs; the environment variable `FXPASSES_EXAMPLES` overrides it. 200 if not given.
-        programs: how many captured programs; one for each 25 graphs if not given.
+        programs: how many captured programs, each of which takes a second or more; one for each 25 graphs if
+            not given. The first ones drawn are the simplest.
         oracles: what else has to hold of a run of this pass.
-        graphs: another strategy of things that `build()` a graph and have a `source()`.
+        graphs: another strategy of graphs, in place of `gradient_graphs()`: such as `programs()`, of which the
+            graph of the pass's stage is taken, `st.just(graph)` with a `TrainingGraph` of your own
+            (`capture`, `exported`), or anything with `build()` and `source()`.
 
     Raises:
-        OracleFailure: names oracle, pass and node; the smallest graph that shows it is printed as source.
-        ValueError: when no known pass provides what this one requires.
+        OracleFailure: names oracle, pass and node; the smallest graph that was found to show it is printed as
+            source. Also for a pass that left every graph alone, of which nothing is proved, and for one that
+            does something else when it runs again over the same graph.
+        ValueError: for an argument that makes no sense, a contract that is malformed (as `register_pass` has
+            it), or when no known pass provides what this one requires.
+        Exception: whatever the pass raises, with the same notes.
     """
-    current = subject() if isinstance(subject, type) else subject
-    every = (*ORACLES, *oracles)
-    wanted = count_of_examples(examples)
-    _search(current, gradient_graphs() if graphs is None else graphs, wanted, every)
+    current = instance(subject)
+    oracles = listed(oracles)
+    wanted = whole("examples", count_of_examples(examples), least=1)
     count = max(wanted // EXAMPLES_TO_A_PROGRAM, 1) if programs is None else programs
+    whole("programs", count, least=0)
+    if not isinstance(graphs, st.SearchStrategy | None):
+        raise ValueError(
+            f"check_pass: graphs={graphs!r}; expected a strategy, such as `programs()`"
+        )
+    every = (*ORACLES, *oracles)
+    acted = _search(current, gradient_graphs() if graphs is None else graphs, wanted, every)
     if count:
-        _search(current, _programs(current.stage), count, every)
+        acted |= _search(current, strategies.programs(), count, every)
+    if not acted:
+        raise OracleFailure(
+            f"oracle 'acts': pass {current.spec!r}: left all of {wanted} graphs and {count} programs as they "
+            "were, so nothing is proved; give `graphs`, a strategy of graphs in which it has work, or more "
+            "examples"
+        )
 
 
 def property_test(
@@ -67,14 +87,18 @@ def property_test(
 ) -> Callable[[Callable[..., Any]], Any]:
     """As a decorator: the function below is one more oracle, and becomes a test.
 
-    @property_test(ClipGradients(limit=0.5))
-    def test_clipping(run):
-        assert "all_reduce" not in str(run.after.graph)
+        @property_test(ClipGradients(limit=0.5))
+        def test_clipping(run):
+            assert "all_reduce" not in str(run.after.graph)
+
+    Args:
+        subject, options: as `check_pass` takes them.
     """
+    current = instance(subject)
 
     def decorate(oracle: Callable[[Run], None]) -> Callable[[], None]:
         def test() -> None:
-            check_pass(subject, oracles=(oracle,), **options)
+            check_pass(current, oracles=(oracle,), **options)
 
         test.__name__, test.__doc__ = oracle.__name__, oracle.__doc__
         test.__module__, test.__qualname__ = oracle.__module__, oracle.__qualname__
@@ -87,7 +111,7 @@ def count_of_examples(default: int | None = None) -> int:
     """How many examples to try: the environment's wish, the caller's, or 200."""
     wish = os.environ.get(EXAMPLES_VARIABLE)
     if wish is not None:
-        if not wish.isdigit() or int(wish) < 1:
+        if not wish.isdecimal() or int(wish) < 1:
             raise ValueError(f"{EXAMPLES_VARIABLE}={wish}: expected a whole number, 1 or more")
         return int(wish)
     return DEFAULT_EXAMPLES if default is None else default
@@ -109,13 +133,24 @@ def settings(examples: int, **others: Any) -> hypothesis.settings:
 
 def _search(
     current: Pass, sources: st.SearchStrategy[Any], examples: int, oracles: Sequence[Oracle]
-) -> None:
+) -> bool:
+    """Whether the pass acted on some of the graphs."""
+    acted = False
+
     @settings(examples)
     @hypothesis.given(sources, environments(), SEEDS)
     def search(source: Any, environment: dict[str, Any], seed: int) -> None:
-        check_run(current, source, environment, seed, oracles)
+        nonlocal acted
+        acted |= check_run(current, source, environment, seed, oracles).reports[0].changed
 
-    search()
+    try:
+        search()
+    except hypothesis.errors.Flaky as error:
+        raise OracleFailure(
+            f"oracle 'repeatable': pass {current.spec!r}: failed, and did not when it ran again over the same "
+            "graph"
+        ) from error
+    return acted
 
 
 def check_run(
@@ -125,18 +160,28 @@ def check_run(
     seed: int = 0,
     oracles: Iterable[Oracle] = ORACLES,
 ) -> Run:
-    """Run a pass over one graph in one environment, and hold it to oracles.
+    """Run a pass over one graph in one environment, and hold it to oracles: what a failure of `check_pass` says
+    to do to see it again.
 
     Args:
-        source: has `build()` and `source()`, such as a `GradientGraph`.
+        source: a `GradientGraph`, a `Program`, a `TrainingGraph`, or what has `build()` and `source()`.
+        environment: by name, what fields of passes that come from the environment are given; with `world`.
+        seed: of the inputs.
+
+    Raises:
+        OracleFailure: as `check_pass` does.
     """
+    made = source_of(source, current.stage)
     try:
-        run = run_over(current, source.build(), environment, seed)
+        run = run_over(current, made.build(), environment, seed)
         for oracle in oracles:
             oracle(run)
     except Exception as error:
+        # What a pass did to what is known of sizes stays with a program's graph.
+        forget_captured()
         where = f"pass {current.spec!r} with {dict(environment)}, seed {seed}"
-        error.add_note(f"{where}, over\n\n{source.source()}")
+        again = f"check_run({current!r}, {source!r}, {dict(environment)}, {seed})"
+        error.add_note(f"{where}, over\n\n{made.source()}\n\n# again: {again}")
         raise
     return run
 
@@ -175,27 +220,6 @@ def prerequisites(current: Pass) -> list[Pass]:
             )
         found += [p for p in (*prerequisites(provider()), provider()) if p not in found]
     return found
-
-
-@functools.cache
-def _programs(stage: str) -> st.SearchStrategy[Any]:
-    return strategies.programs().map(lambda program: _OfProgram(program, stage))
-
-
-class _OfProgram:
-    """The joint or backward graph of a program."""
-
-    def __init__(self, program: Program, stage: str) -> None:
-        self._program, self._stage = program, stage
-
-    def build(self) -> TrainingGraph:
-        return getattr(self._program.captured(), self._stage)
-
-    def source(self) -> str:
-        return self._program.source()
-
-    def __repr__(self) -> str:
-        return repr(self._program)
 
 
 __all__ = [

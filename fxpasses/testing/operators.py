@@ -276,7 +276,10 @@ _PRODUCTS: dict[str, _Rule] = {
     "batched_added": _batched,
 }
 OPERATORS, RARE, PRODUCTS = tuple(_STEPS), tuple(_RARE), tuple(_PRODUCTS)
+# Those that read both of their arguments.
+TAKE_TWO = ("mask", "where", "cat", "add", "mul", "bias", "dropped", "kept", *PRODUCTS)
 _RULES = _STEPS | _RARE | _PRODUCTS
+ALL = tuple(_RULES)
 
 
 def calls(operator: str, a: torch.Tensor, b: torch.Tensor) -> list[Call]:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from fxpasses.testing.arguments import known
 from fxpasses.testing.capture import Captured, capture
 
 _MODULE = "fxpasses_drawn_program"
@@ -32,6 +33,9 @@ class Layer:
 
     kind: str
     size: int = 1
+
+    def __post_init__(self) -> None:
+        known("Layer: kind", self.kind, KINDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,9 @@ class Program:
     grad_input: bool = False
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        known("Program: layout", self.layout, INPUT_LAYOUTS)
+
     def source(self) -> str:
         """The program as a script that runs alone."""
         return _script(self)
@@ -101,6 +108,11 @@ def _captured(program: Program) -> Captured:
     torch._dynamo.reset()
     model, inputs = program.build()
     return capture(model, *inputs)
+
+
+def forget_captured() -> None:
+    """Capture programs anew from now on."""
+    _captured.cache_clear()
 
 
 def _linear(i: int, width: int, size: int) -> Lines:

@@ -10,6 +10,7 @@ never leaves the valid ones.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 
 from fxpasses.graph import BUFFER_STATE, Role, StateSpec, TrainingGraph
 from fxpasses.testing import operators
+from fxpasses.testing.arguments import known
 
 aten = torch.ops.aten
 LAYOUTS = ("contiguous", "transposed", "rotated", "strided", "expanded")
@@ -27,11 +29,18 @@ LAYOUTS = ("contiguous", "transposed", "rotated", "strided", "expanded")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An input: its shape, dtype and layout in memory (one of `LAYOUTS`)."""
+    """An input: its shape, dtype (of torch, by name) and layout in memory (one of `LAYOUTS`)."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     layout: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(
+                f"Leaf: dtype={self.dtype!r}; expected one of torch's, such as 'float32'"
+            )
+        known("Leaf: layout", self.layout, LAYOUTS)
 
     def stride(self) -> tuple[int, ...]:
         order = list(range(len(self.shape)))
@@ -53,16 +62,24 @@ class Leaf:
         return torch.empty_strided(self.shape, self.stride(), dtype=dtype)
 
     def source(self) -> str:
-        return f"torch.empty_strided({self.shape}, {self.stride()}, dtype=torch.{self.dtype})"
+        reach = zip(self.shape, self.stride(), strict=True)
+        numel = 0 if 0 in self.shape else 1 + sum((s - 1) * t for s, t in reach)
+        drawn = f"torch.randn({numel}).to(torch.{self.dtype})"
+        return f"{drawn}.as_strided({self.shape}, {self.stride()})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An operator and its arguments: positions among the values so far, counted round and round."""
+    """An operator (one of `operators.ALL`) and its arguments: positions among the values so far, counted round
+    and round.
+    """
 
     operator: str
     a: int = 0
     b: int = 0
+
+    def __post_init__(self) -> None:
+        known("Step: operator", self.operator, operators.ALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +103,13 @@ class GradientGraph:
     input_gradients: tuple[int, ...] = ()
     buffers: tuple[Leaf, ...] = ()
     whole_step: bool = False
+
+    def __post_init__(self) -> None:
+        reads = self.steps or self.input_gradients or any(g is not None for g in self.gradients)
+        if reads and not self.tangents + self.saved:
+            raise ValueError(
+                "GradientGraph: no tangents, nothing saved; expected a value to begin with"
+            )
 
     def build(self) -> TrainingGraph:
         """The graph; each build is a new one, equal to the others."""
@@ -122,7 +146,9 @@ class _Builder:
         self.graph.output(tuple(values)).meta["roles"] = tuple(roles)
         module = fx.GraphModule(torch.nn.Module(), self.graph)
         module.meta.update(fake_mode=self.mode, written_buffers=self._buffers())
-        return TrainingGraph(module)
+        graph = TrainingGraph(module)
+        graph.eliminate_dead_code()  # as torch does
+        return graph
 
     def _placeholder(self, name: str, role: Role, leaf: Leaf) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -205,7 +231,7 @@ def _render(spec: GradientGraph) -> str:
     names = [str(node) for _, node, _ in graph.outputs()]
     lines.append(f"    return ({''.join(name + ', ' for name in names)})")
     roles = ", ".join(f"{role.kind} {role.name}" for _, _, role in graph.outputs())
-    lines += ["", "", f"# outputs: {roles or 'none'}"]
+    lines += ["", "", f"# outputs: {roles or 'none'}", "torch.manual_seed(0)"]
     lines += [f"# writes: {b.name} {b.dtype}{list(b.shape)}" for b in graph.written_buffers]
     leaves = spec.tangents + spec.saved + (spec.buffers if spec.whole_step else ())
     lines += [
@@ -219,6 +245,12 @@ def _render(spec: GradientGraph) -> str:
 def _render_call(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{node.args[0]}[{node.args[1]}]"
-    arguments = [str(list(a)) if isinstance(a, Sequence) else str(a) for a in node.args]
-    arguments += [f"{key}={value}" for key, value in node.kwargs.items()]
+    arguments = [_render_argument(a) for a in node.args]
+    arguments += [f"{key}={_render_argument(value)}" for key, value in node.kwargs.items()]
     return f"torch.ops.{node.target}({', '.join(arguments)})"
+
+
+def _render_argument(value: Any) -> str:
+    if isinstance(value, Sequence):
+        return str(list(value))
+    return f'float("{value}")' if value in (math.inf, -math.inf) else str(value)

@@ -11,27 +11,30 @@ from fxpasses.exchange import ROUNDS
 from fxpasses.feedback import ESTIMATE, MEAN_ESTIMATE, RESIDUAL, VELOCITY
 from fxpasses.graph import SCALE_STATE, Role, TrainingGraph
 from fxpasses.powersgd import SUBSPACE
+from fxpasses.testing.sizes import AS_TRACED, Sizes, number
 
 # Compression feeds back what earlier steps lost, which no bound for this step's gradients holds of.
 FROM_EARLIER_STEPS = (RESIDUAL, VELOCITY, ESTIMATE, MEAN_ESTIMATE, SUBSPACE, ROUNDS)
 
 
-def random_inputs(graph: TrainingGraph, seed: int = 0) -> list[Any]:
+def random_inputs(graph: TrainingGraph, seed: int = 0, sizes: Sizes = AS_TRACED) -> list[Any]:
     """Real inputs in the layouts of the fake ones.
 
     Floats are normally distributed, masks drawn, and other integers zero, since they may be positions; a loss
-    scale is a power of two; compression has no earlier steps. A size that is not known takes the value that it
-    had when the graph was traced. What an input is given depends on its role alone, so two graphs that share
-    inputs get the same values for them.
+    scale is a power of two; compression has no earlier steps. What an input is given depends on its role alone,
+    so two graphs that share inputs get the same values for them.
+
+    Args:
+        sizes: numbers for the symbols of sizes that vary; as they were traced if not given.
     """
-    return [_value(node.meta["val"], role, seed) for node, role in graph.inputs()]
+    return [_value(node.meta["val"], role, seed, sizes) for node, role in graph.inputs()]
 
 
-def _value(fake: Any, role: Role, seed: int) -> Any:
+def _value(fake: Any, role: Role, seed: int, sizes: Sizes) -> Any:
     if not isinstance(fake, torch.Tensor):
-        return hint(fake)
+        return number(fake, sizes)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{role} {seed}".encode()))
-    shape, stride = [[hint(x) for x in xs] for xs in (fake.shape, fake.stride())]
+    shape, stride = [[number(x, sizes) for x in xs] for xs in (fake.shape, fake.stride())]
     real = torch.empty_strided(shape, stride, dtype=fake.dtype)
     # An expanded tensor holds fewer elements than it shows: what is drawn goes to its memory.
     kept = [1 if t == 0 and s else s for s, t in zip(shape, stride, strict=True)]
@@ -47,9 +50,3 @@ def _value(fake: Any, role: Role, seed: int) -> Any:
     else:
         memory.zero_()
     return real
-
-
-def hint(size: Any) -> Any:
-    """The number that a symbolic size stood for when the graph was traced."""
-    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return size.node.hint if symbolic else size

@@ -74,8 +74,11 @@ def run_world(
     Args:
         graphs: one graph for all ranks, or one for each.
 
+        inputs: of each rank, one for each input of its graph.
+
     Raises:
         WorldError: when ranks launch different collectives, or a graph reads what is in flight.
+        ValueError: for other numbers of graphs or inputs.
     """
     return World(graphs, inputs).run()
 
@@ -87,9 +90,14 @@ class World:
         self, graphs: TrainingGraph | Sequence[TrainingGraph], inputs: Sequence[Sequence[Any]]
     ) -> None:
         each = [graphs] * len(inputs) if isinstance(graphs, TrainingGraph) else list(graphs)
+        _check_inputs(each, inputs)
         pairs = zip(each, inputs, strict=True)
         self.ranks = [_Rank(graph, row, rank) for rank, (graph, row) in enumerate(pairs)]
         self.launches: list[list[Launch]] = []
+
+    def values(self, rank: int) -> dict[str, Any]:
+        """What the nodes of a rank's graph have come to so far, by name."""
+        return {node.name: value for node, value in self.ranks[rank].env.items()}
 
     def run(self) -> list[tuple[Any, ...]]:
         while True:
@@ -104,6 +112,20 @@ class World:
             self.launches.append(launches)
             for rank, value in zip(self.ranks, carry_out(launches), strict=True):
                 rank.receive(value)
+
+
+def _check_inputs(graphs: Sequence[TrainingGraph], inputs: Sequence[Sequence[Any]]) -> None:
+    if len(graphs) != len(inputs):
+        found = f"{len(graphs)} graphs and inputs of {len(inputs)} ranks"
+        raise ValueError(f"run_world: {found}; expected as many")
+    for rank, (graph, row) in enumerate(zip(graphs, inputs, strict=True)):
+        expected = len(graph.inputs())
+        if isinstance(row, torch.Tensor) or len(row) != expected:
+            found = "a tensor" if isinstance(row, torch.Tensor) else f"{len(row)} inputs"
+            raise ValueError(
+                f"run_world: rank {rank} is given {found}; expected a list of {expected}, one for each input "
+                "of its graph"
+            )
 
 
 class _Rank(fx.Interpreter):

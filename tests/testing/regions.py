@@ -85,7 +85,7 @@ def _modular(
         tangents=(Leaf((3, 3), dtype, layout),),
         saved=(Leaf((3, 3), dtype),),
         steps=(Step("product", 0, 1), Step("sum", 2), *steps),
-        gradients=(2, *gradients),
+        gradients=(2, 3, *gradients),
     )
     return Modular(graph, sizes)
 

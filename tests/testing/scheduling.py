@@ -90,7 +90,7 @@ class Setting:
 
 
 _PRODUCTS = tuple(Step("product", at, 1) for at in (0, 2, 3, 4))
-_TWO_BUCKETS = GradientGraph((Leaf((8, 8)),), _PRODUCTS, (2, 4), (Leaf((8, 8)),))
+_TWO_BUCKETS = GradientGraph((Leaf((8, 8)),), _PRODUCTS, (2, 4), (Leaf((8, 8)),), (5,))
 _TWO_DTYPES = GradientGraph((Leaf((2, 3)), Leaf((2, 3), "bfloat16")), gradients=(0, 1))
 _SAVED_GRADIENT = GradientGraph((Leaf((2, 3)),), (), (1,), (Leaf((2, 3), "float64"),))
 _THREE_ALIKE = GradientGraph((Leaf((8, 8)),), gradients=(0, 0, 0))
@@ -100,7 +100,8 @@ _SMALL_SHARDS = GradientGraph((Leaf((1,)),), gradients=(0, 0))
 
 def _in_a_row(*operators: str, gradients: tuple[int, ...]) -> GradientGraph:
     steps = [Step(name, at + 1 if at else 0, 1) for at, name in enumerate(operators)]
-    return GradientGraph((Leaf((8, 8)),), tuple(steps), gradients, (Leaf((8, 8)),))
+    last = len(steps) + 1  # goes on to the layers below
+    return GradientGraph((Leaf((8, 8)),), tuple(steps), gradients, (Leaf((8, 8)),), (last,))
 
 
 _TURNED = _in_a_row("product", "double", "product", "transpose", "product", gradients=(2, 5))

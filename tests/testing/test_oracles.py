@@ -9,14 +9,25 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import fx
 
+from fxpasses.effects import is_wait
 from fxpasses.graph import Role, StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.rewrite import Provenance, splice
 from fxpasses.testing.check import check_run
-from fxpasses.testing.oracles import ORACLES, OracleFailure, dump_reads_back, no_dead_code
+from fxpasses.testing.oracles import (
+    ORACLES,
+    OracleFailure,
+    dump_reads_back,
+    effects_survive,
+    no_dead_code,
+    sizes_vary,
+)
 from fxpasses.testing.oracles import rules as rule_oracles
 from fxpasses.testing.oracles.base import run_pass
+from fxpasses.testing.program import Layer, Program
+from fxpasses.testing.sizes import number
 from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
 
 GRAPH = GradientGraph(
@@ -165,6 +176,13 @@ def wrong_fake(graph, current):
     graph.set_output(gradient.index, node)
 
 
+def wrong_fake_within(graph, current):
+    gradient = graph.gradients()[0]
+    node = new(graph, lambda g: g * 1, gradient.node)
+    graph.set_output(gradient.index, new(graph, lambda g: g * 1, node))
+    node.meta["val"] = node.meta["val"].to(torch.float64)
+
+
 def aliased(graph, current):
     ((index, _, _),) = graph.outputs("input_gradient")
     (tangent, _), *_ = graph.inputs()
@@ -235,6 +253,7 @@ PLANTED = {
     "rules_hold/state_keeps_its_form": stateful,
     "state_sound": misdeclared,
     "fakes_true": wrong_fake,
+    "fakes_true within": wrong_fake_within,
     "memory_kept": aliased,
     "idempotent": doubles,
     "rules_hold/defined_before_use": uses_undefined,
@@ -291,9 +310,28 @@ def test_a_pass_that_drops_a_collective_is_found():
                 graph.graph.erase_node(launch)
 
     run = run_pass([Bad(drop)] * 2, graph)
+    with pytest.raises(OracleFailure, match="rules_hold/effects.*'new_all_reduce' was removed"):
+        rule_oracles.rules_hold(run)
     with pytest.raises(OracleFailure, match="effects_survive"):
-        for oracle in ORACLES:
-            oracle(run)
+        effects_survive(run)
+
+
+def test_a_pass_that_swaps_waits_is_found():
+    graph = GRAPH.build()
+    launch_all(graph, waits=True)
+
+    def swap(graph, current):
+        first, second = (n for n in graph.walk() if is_wait(n))
+        second.append(first)
+
+    class Reordering(Bad):
+        reorders: ClassVar[bool] = True
+
+    with pytest.raises(
+        OracleFailure, match="rules_hold/effects.*'new_wait_tensor' was removed, or"
+    ):
+        rule_oracles.rules_hold(run_pass([Bad(swap)], graph))
+    rule_oracles.rules_hold(run_pass([Reordering(swap)], graph))
 
 
 def test_what_a_pass_leaves_behind_is_found():
@@ -303,6 +341,87 @@ def test_what_a_pass_leaves_behind_is_found():
 
     with pytest.raises(OracleFailure, match="no_dead_code"):
         no_dead_code(run_pass([Bad(leaves)], GRAPH.build()))
+
+
+def test_what_a_pass_makes_of_dead_code_is_no_fault_of_it():
+    graph = GRAPH.build()
+    new(graph, lambda g: g * 3, graph.gradients()[0].node)
+
+    def replace(graph, current):
+        for node in list(graph.walk()):
+            if node.target is torch.ops.aten.mul.Tensor:
+                with graph.graph.inserting_before(node):
+                    add = graph.graph.call_function(torch.ops.aten.add.Tensor, (node.args[0],) * 2)
+                add.meta.update(node.meta)
+                node.replace_all_uses_with(add)
+                graph.graph.erase_node(node)
+
+    run = run_pass([Bad(replace)], graph)
+    assert len(run.lean_after.graph.nodes) == len(run.after.graph.nodes) - 1
+    no_dead_code(run)
+
+
+DYNAMIC = Program((Layer("linear", 3), Layer("relu")), batch=3, dynamic=True)
+
+
+def reshaped(graph: TrainingGraph, rewrite: Callable[[fx.Node, list[Any]], fx.Node]) -> None:
+    """Give the input gradient the sizes that it had when it was traced."""
+    index, node = next(
+        (at, n)
+        for at, n, role in graph.outputs()
+        if role.kind == "input_gradient" and n is not None
+    )
+    graph.set_output(index, rewrite(node, list(node.meta["val"].shape)))
+
+
+def traced_anew(graph, current):
+    def rewrite(node, shape):
+        fixed = [int(size) for size in shape]
+        return new(graph, lambda x: x.reshape(fixed), node)
+
+    reshaped(graph, rewrite)
+
+
+def not_traced(graph, current):
+    def rewrite(node, shape):
+        fixed = [number(size) for size in shape]
+        with graph.graph.inserting_before(graph.output_node):
+            made = graph.graph.call_function(torch.ops.aten.view.default, (node, fixed))
+        made.meta.update(val=node.meta["val"])
+        return made
+
+    reshaped(graph, rewrite)
+
+
+@pytest.mark.parametrize(
+    ("action", "said"),
+    [
+        (traced_anew, r"what varied is fixed now: .* \(with s\d+ = 4\)"),
+        (not_traced, "does not run"),
+    ],
+)
+def test_sizes_that_a_pass_burns_in_are_found(action, said):
+    source = dataclasses.replace(DYNAMIC, grad_input=True)
+    for _ in range(2):  # what the first run did to what is known of sizes is forgotten
+        with pytest.raises(OracleFailure, match=f"oracle 'sizes_vary'.*{said}"):
+            check_run(Bad(action), source, ENVIRONMENT, oracles=[sizes_vary])
+
+
+def test_results_are_right_with_other_sizes():
+    def scaled(graph, current):
+        size = next(n for n, _ in graph.inputs() if isinstance(n.meta["val"], torch.SymInt))
+        hint = size.meta["val"].node.hint
+        map_gradients(graph, lambda g, s: g * (s == hint), size)
+
+    def map_gradients(graph, fn, size):
+        for gradient in graph.gradients():
+            graph.set_output(gradient.index, new(graph, fn, gradient.node, size))
+
+    with pytest.raises(OracleFailure, match=r"(?s)results_right.*\(with s\d+ = 4\)"):
+        check_run(Bad(scaled), DYNAMIC, ENVIRONMENT, oracles=[sizes_vary])
+    run = check_run(Bad(lies), DYNAMIC, ENVIRONMENT, oracles=[sizes_vary])
+    assert list(run.other_sizes.values()) == [4]
+    assert not check_run(Bad(lies), GRAPH, ENVIRONMENT, oracles=[sizes_vary]).other_sizes
 
 
 def test_a_dump_that_says_something_else_is_found(monkeypatch):

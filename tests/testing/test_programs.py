@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -53,6 +54,13 @@ def test_a_program_is_the_same_each_time():
             (2, 3, None),
             buffers=(Leaf((2,)),),
         ),
+        GradientGraph(
+            (Leaf((2,), layout="expanded"),), (Step("unbounded"), Step("bounded")), (1, 2)
+        ),
+        *(
+            GradientGraph((Leaf((2, 0, 3), "float64", layout),), gradients=(0,))
+            for layout in LAYOUTS
+        ),
     ],
 )
 def test_source_runs_alone(source, tmp_path):
@@ -65,10 +73,9 @@ def test_source_runs_alone(source, tmp_path):
     assert "tensor(" in done.stdout
 
 
-def test_programs_shrink_to_nothing():
-    assert find(programs(), lambda p: True, settings=settings(20)) == Program(
-        batch=2, width=1, layers=()
-    )
+def test_programs_shrink_to_one_layer():
+    smallest = Program((Layer("linear", 1),), batch=2, width=1)
+    assert find(programs(), lambda p: True, settings=settings(20)) == smallest
     small = find(
         programs(), lambda p: any(x.kind == "gru" for x in p.layers), settings=settings(500)
     )
@@ -110,6 +117,72 @@ def test_inputs_depend_on_roles_alone():
     first, second = random_inputs(graph, 5), random_inputs(other, 5)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=False))
     assert not torch.equal(first[0], random_inputs(graph, 6)[0])
+
+
+def test_graphs_shrink_to_one_tangent():
+    smallest = GradientGraph((Leaf((2, 3)),), gradients=(0,))
+    assert find(gradient_graphs(), lambda g: True, settings=settings(20)) == smallest
+
+    def doubles(graph):
+        return "mul" in str(graph.build().graph)
+
+    found = find(gradient_graphs(), doubles, settings=settings(500))
+    assert len(found.tangents) == 1 and [step.operator for step in found.steps] == ["double"]
+
+
+@pytest.mark.parametrize(("steps", "gradients"), [(0, 0), (0, 1), (1, 0), (2, 1), (3, 2)])
+def test_how_large_graphs_are(steps, gradients):
+    @settings(50)
+    @given(gradient_graphs(max_steps=steps, max_gradients=gradients))
+    def search(graph):
+        assert len(graph.steps) <= steps and len(graph.gradients) <= gradients
+
+    search()
+
+
+def test_nothing_is_drawn_that_nobody_reads():
+    @settings(50)
+    @given(gradient_graphs())
+    def search(source):
+        graph = source.build()
+        assert not graph.eliminate_dead_code()
+
+    search()
+    used = GradientGraph((Leaf((2,)),), (Step("neg"), Step("double")), gradients=(2,)).build()
+    assert [str(n.target) for n in used.walk()] == ["aten.mul.Tensor"]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: Leaf((2,), layout="transpose"),
+            "Leaf: layout: 'transpose'; did you mean 'transposed",
+        ),
+        (
+            lambda: Leaf((2,), "fp32"),
+            "Leaf: dtype='fp32'; expected one of torch's, such as 'float32'",
+        ),
+        (lambda: Step("dubble"), "Step: operator: 'dubble'; did you mean 'double'?"),
+        (lambda: Layer("linar"), "Layer: kind: 'linar'; did you mean 'linear'?"),
+        (
+            lambda: Program((), layout="transpose"),
+            "Program: layout: 'transpose'; did you mean 'tran",
+        ),
+        (lambda: GradientGraph((), (Step("neg"),)), "expected a value to begin with"),
+        (lambda: GradientGraph((), gradients=(0,)), "expected a value to begin with"),
+        (
+            lambda: gradient_graphs(max_gradients=-1),
+            "gradient_graphs: max_gradients=-1; expected 0",
+        ),
+        (lambda: programs(kinds="linear"), "programs: max_layers=4, kinds='linear'; expected"),
+        (lambda: programs(kinds=("linar",)), "programs: kinds: 'linar'; did you mean 'linear'?"),
+        (lambda: programs(max_layers=0), "programs: max_layers=0"),
+    ],
+)
+def test_what_makes_no_sense_is_named(make, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make()
 
 
 def test_specs_are_plain_data():

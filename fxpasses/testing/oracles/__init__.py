@@ -12,6 +12,7 @@ from fxpasses.testing.oracles.numerics import (
     orders_agree,
     reduced_numerically,
     results_right,
+    sizes_vary,
 )
 from fxpasses.testing.oracles.rules import (
     collectives_explained,
@@ -32,6 +33,7 @@ ORACLES: tuple[Oracle, ...] = (
     collectives_explained,
     state_sound,
     results_right,
+    sizes_vary,
     fakes_true,
     reduced_numerically,
     effects_survive,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpasses.graph import StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass, Report
+from fxpasses.testing.sizes import AS_TRACED, Sizes, other_sizes
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import Launch, World, WorldError
 
@@ -29,12 +30,14 @@ class Trace:
         launches: the collectives that were carried out (`launches[i][rank]`).
         given: copies of the first rank's inputs, as they were when it began.
         inputs: these inputs, as it left them.
+        values: what each node of the first rank came to, by name.
     """
 
     results: list[tuple[Any, ...]]
     launches: list[list[Launch]]
     given: list[Any]
     inputs: list[Any]
+    values: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Run:
         reports: what each run reported.
         provided: what holds now: by this pass and by those before it.
         seed: of the inputs.
+        sizes: numbers for sizes that vary, in the inputs; as they were traced where there are none.
+        other_sizes: numbers that these could take as well before the pass ran.
     """
 
     passes: tuple[Pass, ...]
@@ -56,6 +61,8 @@ class Run:
     reports: tuple[Report, ...]
     provided: frozenset[str] = frozenset()
     seed: int = 0
+    sizes: Sizes = dataclasses.field(default_factory=dict)
+    other_sizes: Sizes = dataclasses.field(default_factory=dict)
 
     @property
     def current(self) -> Pass:
@@ -71,11 +78,11 @@ class Run:
 
     @functools.cached_property
     def traced_before(self) -> Trace:
-        return trace([self.before] * self.world, self.seed)
+        return trace([self.before] * self.world, self.seed, self.sizes)
 
     @functools.cached_property
     def traced_after(self) -> Trace:
-        return trace(self.afters, self.seed)
+        return trace(self.afters, self.seed, self.sizes)
 
     @functools.cached_property
     def lean_before(self) -> TrainingGraph:
@@ -90,6 +97,10 @@ class Run:
     def again(self) -> Run:
         """The run of the same pass over what it made."""
         return run_pass(self.passes, self.after, self.provided, self.seed, separate=1)
+
+    def at(self, sizes: Sizes) -> Run:
+        """The same run, looked at with other sizes."""
+        return dataclasses.replace(self, sizes=sizes)
 
 
 Oracle = Callable[[Run], None]
@@ -108,25 +119,27 @@ def run_pass(
         separate: how many ranks run it themselves where no rank's pass differs from another's; the others
             share what these made.
     """
+    others = other_sizes(graph)
     runs: list[tuple[TrainingGraph, Report]] = []
     for position, current in enumerate(passes):
         if position >= separate and current == passes[0]:
             runs.append(runs[position % separate])
             continue
         after = graph.copy()
-        runs.append((after, current.run(after)))
+        runs.append((after, current.run_checked(after)))
     afters, reports = zip(*runs, strict=True)
     now = provided | passes[0].provides
-    return Run(tuple(passes), graph, afters, reports, now, seed)
+    return Run(tuple(passes), graph, afters, reports, now, seed, other_sizes=others)
 
 
-def trace(graphs: Sequence[TrainingGraph], seed: int) -> Trace:
+def trace(graphs: Sequence[TrainingGraph], seed: int, sizes: Sizes = AS_TRACED) -> Trace:
     """Run graphs, one for each rank, on random inputs."""
-    inputs = [random_inputs(graph, seed * 97 + rank) for rank, graph in enumerate(graphs)]
+    inputs = [random_inputs(graph, seed * 97 + rank, sizes) for rank, graph in enumerate(graphs)]
     given = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs[0]]
     world = World(graphs, inputs)
     try:
-        return Trace(world.run(), world.launches, given, inputs[0])
+        results = world.run()
+        return Trace(results, world.launches, given, inputs[0], world.values(0))
     except WorldError as error:
         raise OracleFailure(f"oracle 'lock_step': {error}") from error
 
@@ -141,7 +154,8 @@ def lean(graph: TrainingGraph) -> TrainingGraph:
 def fail(oracle: str, run: Run, what: str, node: fx.Node | None = None) -> None:
     """Raise `OracleFailure` with all that it has to name."""
     where = f"node {node.name!r}: " if node is not None else ""
-    raise OracleFailure(f"oracle {oracle!r}: pass {run.current.spec!r}: {where}{what}")
+    told = f" (with {', '.join(f'{s} = {n}' for s, n in run.sizes.items())})" if run.sizes else ""
+    raise OracleFailure(f"oracle {oracle!r}: pass {run.current.spec!r}: {where}{what}{told}")
 
 
 def structure(graph: TrainingGraph) -> list[tuple[Any, ...]]:

@@ -12,6 +12,7 @@ from fxpasses.graph import Role, TrainingGraph
 from fxpasses.passes.base import Pass
 from fxpasses.pipeline import Pipeline
 from fxpasses.testing.oracles.base import OracleFailure, Run, fail, trace
+from fxpasses.testing.sizes import refusals
 
 
 def results_right(run: Run) -> None:
@@ -37,6 +38,25 @@ def results_right(run: Run) -> None:
         _same_everywhere(run)
 
 
+def sizes_vary(run: Run) -> None:
+    """Where sizes vary, results are right with others than those that were traced, and no others are refused
+    than before.
+    """
+    sizes = run.other_sizes
+    if not sizes:
+        return
+    elsewhere = run.at(sizes)
+    for guard in refusals(run.after, sizes):
+        fail("sizes_vary", elsewhere, f"what varied is fixed now: {guard}")
+    _ = elsewhere.traced_before
+    try:
+        _ = elsewhere.traced_after
+    except RuntimeError as error:
+        what = f"does not run any longer: {error}"
+        raise OracleFailure(f"oracle 'sizes_vary': pass {run.current.spec!r}: {what}") from error
+    results_right(elsewhere)
+
+
 def _is_inexact(value: Any) -> bool:
     """Whether it holds numbers that may be rounded."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
@@ -51,7 +71,7 @@ def _within(
         exact = wide.sum(0)
         exact = exact / run.world if getattr(run.current, "reduce", "mean") == "mean" else exact
     error = (_wide(out) - exact).abs()
-    bound = run.current.tolerance(local, out).expand_as(error)
+    bound = torch.as_tensor(run.current.tolerance(local, out)).expand_as(error)
     # What is not finite on some rank need only not be finite afterwards.
     fine = (error <= bound) | bound.isinf() | ~torch.isfinite(wide).all(0)
     if not fine.all():

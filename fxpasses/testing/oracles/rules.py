@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxpasses import spec
 from fxpasses.effects import is_launch
 from fxpasses.graph import TrainingGraph
 from fxpasses.rewrite import Provenance
 from fxpasses.testing.oracles.base import Run, fail, structure
+from fxpasses.testing.sizes import AS_TRACED, Sizes, number
 
 
 def rules_hold(run: Run) -> None:
-    """The rules of `fxpasses.spec`; that each gradient is reduced once, as soon as a pass provides it."""
+    """The rules of `fxpasses.spec`; that each gradient is reduced once, as soon as a pass provides it; that
+    effects stay in their order, unless the pass says that it may move those of passes.
+    """
     rules = spec.ALWAYS + ((spec.reduced_once,) if "reduced" in run.provided else ())
     for rule in rules:
         for graph in run.afters:
             for node, what in rule(graph):
                 fail(f"rules_hold/{rule.__name__}", run, what, node)
+    for graph in run.afters:
+        for old, new in spec.moved_effects(spec.effects(run.before), graph, run.current.reorders):
+            fail("rules_hold/effects", run, f"{old!r} was removed, or moved past {new!r}")
 
 
 def signature_kept(run: Run) -> None:
@@ -41,7 +50,10 @@ def report_honest(run: Run) -> None:
     expected = run.current.has_work(run.before)
     if expected is not None and expected != differs:
         fail("report_honest", run, f"has_work is {expected}, but the graph {_differs(differs)}")
-    for name, count in run.reports[0].counts.items():
+    counts = run.reports[0].counts
+    if not isinstance(counts, Mapping):
+        fail("report_honest", run, f"counts are {counts!r}; expected numbers by name")
+    for name, count in counts.items():
         if type(count) is not int or count < 0:
             fail("report_honest", run, f"counts {name}={count!r}; expected a whole number")
 
@@ -66,11 +78,11 @@ def same_on_all_ranks(run: Run) -> None:
 
 def _launches(graph: TrainingGraph) -> list[tuple[Any, ...]]:
     return [
-        (str(n.target), str(n.args[1:]), _form(n.args[0])) for n in graph.walk() if is_launch(n)
+        (str(n.target), str(n.args[1:]), _payload(n.args[0])) for n in graph.walk() if is_launch(n)
     ]
 
 
-def _form(node: Any) -> str:
+def _payload(node: Any) -> str:
     value = node.meta["val"]
     return f"{value.dtype}{list(value.shape)}"
 
@@ -118,40 +130,34 @@ def state_sound(run: Run) -> None:
 
 def fakes_true(run: Run) -> None:
     """What a node's fake value says of shape, dtype and strides is what comes out when the graph runs; but
-    where torch's own fakes were not true before.
+    where torch's own fakes are not true.
     """
-    for at, value, role in run.after.outputs():
-        untrue = _untrue(value, run.traced_after.results[0][at])
-        if untrue and not _was_untrue(run, at):
-            said, is_so = untrue
-            fail(
-                "fakes_true",
-                run,
-                f"output {at} ({role.kind} {role.name}): {said}, is {is_so}",
-                value,
-            )
+    for node in run.after.graph.nodes:
+        said, is_so = (_form(x, run.sizes) for x in (node.meta.get("val"), _value(run, node)))
+        if said and is_so and said != is_so and not _torch_says(run.after, node, said):
+            fail("fakes_true", run, f"its fake value is {said}, what comes out is {is_so}", node)
 
 
-def _was_untrue(run: Run, at: int) -> bool:
-    outputs = run.before.outputs()
-    if at >= len(outputs):
+def _value(run: Run, node: fx.Node) -> Any:
+    return run.traced_after.values.get(node.name)
+
+
+def _torch_says(graph: TrainingGraph, node: fx.Node, said: tuple[Any, ...]) -> bool:
+    """Whether the operator's own fake is what a node says, given those that it reads."""
+    if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
         return False
-    return _untrue(outputs[at][1], run.traced_before.results[0][at]) is not None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: read.meta["val"])
+    target: Callable[..., Any] = node.target
+    with graph.fake_mode:
+        return _form(target(*args, **kwargs)) == said
 
 
-def _untrue(value: Any, real: Any) -> tuple[Any, Any] | None:
-    """What a node says of its value and what is so, where that differs."""
-    if not isinstance(real, torch.Tensor):
-        return None
-    fake = value.meta["val"]
-    if any(isinstance(s, torch.SymInt) for s in (*fake.shape, *fake.stride())):
-        return None
-    said, is_so = ((x.dtype, tuple(x.shape), _strides(x)) for x in (fake, real))
-    return None if said == is_so else (said, is_so)
-
-
-def _strides(value: torch.Tensor) -> tuple[int, ...]:
-    """Strides as far as they matter."""
-    if value.numel() == 0:
+def _form(value: Any, sizes: Sizes = AS_TRACED) -> tuple[Any, ...]:
+    """Dtype, shape, and strides as far as they matter; nothing of what is no tensor."""
+    if not isinstance(value, torch.Tensor):
         return ()
-    return tuple(t for s, t in zip(value.shape, value.stride(), strict=True) if s > 1)
+    shape, strides = ([number(x, sizes) for x in xs] for xs in (value.shape, value.stride()))
+    if 0 in shape:
+        return value.dtype, tuple(shape), ()
+    kept = tuple(t for s, t in zip(shape, strides, strict=True) if s > 1)
+    return value.dtype, tuple(shape), kept
