@@ -74,9 +74,10 @@ class MeasureNorms(Pass):
 
         def observe(reduced: Tensor, old: Tensor) -> Tensor:
             parts = reduced.split(bucket.numels)
-            norms = torch.stack(
-                [torch.linalg.vector_norm(parts[at], dtype=torch.float32) for at in chosen]
-            )
+            # Of fp64 in fp64: torch narrows nothing on the way.
+            wide = torch.promote_types(reduced.dtype, torch.float32)
+            norms = torch.stack([torch.linalg.vector_norm(parts[at], dtype=wide) for at in chosen])
+            norms = norms.float()
             _, average, count = old.view(-1, FIELDS).unbind(1)
             new = torch.stack([norms, DECAY * average + (1 - DECAY) * norms, count + 1], 1)
             return torch.where(norms.isfinite().all(), new.flatten(), old)

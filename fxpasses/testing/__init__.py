@@ -29,6 +29,7 @@ _HOME = {
     "check_run": "fxpasses.testing.check",
     "environments": "fxpasses.testing.strategies",
     "gradient_graphs": "fxpasses.testing.strategies",
+    "joint_graphs": "fxpasses.testing.strategies",
     "programs": "fxpasses.testing.strategies",
     "property_test": "fxpasses.testing.check",
     "random_inputs": "fxpasses.testing.values",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from fxpasses.testing.program import Program as Program
     from fxpasses.testing.strategies import environments as environments
     from fxpasses.testing.strategies import gradient_graphs as gradient_graphs
+    from fxpasses.testing.strategies import joint_graphs as joint_graphs
     from fxpasses.testing.strategies import programs as programs
     from fxpasses.testing.strategies import whole_steps as whole_steps
     from fxpasses.testing.synthetic import GradientGraph as GradientGraph

@@ -18,7 +18,7 @@ from fxpasses.testing.arguments import instance, listed, whole
 from fxpasses.testing.oracles import ORACLES, Oracle, OracleFailure, Run, run_pass
 from fxpasses.testing.program import forget_captured
 from fxpasses.testing.sources import source_of
-from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
+from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs, joint_graphs
 from fxpasses.testing.synthetic import GradientGraph
 
 EXAMPLES_VARIABLE = "FXPASSES_EXAMPLES"
@@ -49,9 +49,10 @@ def check_pass(
         programs: how many captured programs, each of which takes a second or more; one for each 25 graphs if
             not given. The first ones drawn are the simplest.
         oracles: what else has to hold of a run of this pass.
-        graphs: another strategy of graphs, in place of `gradient_graphs()`: such as `programs()`, of which the
-            graph of the pass's stage is taken, `st.just(graph)` with a `TrainingGraph` of your own
-            (`capture`, `exported`), or anything with `build()` and `source()`.
+        graphs: another strategy of graphs, in place of `gradient_graphs()` or, for a pass of the stage `joint`,
+            `joint_graphs()`: such as `programs()`, of which the graph of the pass's stage is taken,
+            `st.just(graph)` with a `TrainingGraph` of your own (`capture`, `exported`), or anything with
+            `build()` and `source()`.
 
     Raises:
         OracleFailure: names oracle, pass and node; the smallest graph that was found to show it is printed as
@@ -71,7 +72,8 @@ def check_pass(
             f"check_pass: graphs={graphs!r}; expected a strategy, such as `programs()`"
         )
     every = (*ORACLES, *oracles)
-    acted = _search(current, gradient_graphs() if graphs is None else graphs, wanted, every)
+    usual = joint_graphs() if current.stage == "joint" else gradient_graphs()
+    acted = _search(current, usual if graphs is None else graphs, wanted, every)
     if count:
         acted |= _search(current, strategies.programs(), count, every)
     if not acted:

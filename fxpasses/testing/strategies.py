@@ -30,6 +30,7 @@ _LIKE_THE_FIRST = st.tuples(
 # Counted from the latest value backwards: what nobody reads is no part of a graph.
 _NEAR = (0, 1, 0, 2, 1, 3, 4, 5, 6, 8)
 _BACK = st.sampled_from(_NEAR)
+_NONE: st.SearchStrategy[list[int]] = st.just([])
 _STEPS = st.builds(Step, st.sampled_from(OPERATORS), _BACK, _BACK)
 _BUFFERS = st.builds(Leaf, SHAPES, st.sampled_from(("float32", "int64", "float64")))
 
@@ -45,15 +46,31 @@ def gradient_graphs(max_steps: int = 8, max_gradients: int = 5) -> st.SearchStra
     Raises:
         ValueError: when one of these is negative.
     """
+    return _graphs(max_steps, max_gradients)
+
+
+def joint_graphs(max_steps: int = 8, max_gradients: int = 5) -> st.SearchStrategy[GradientGraph]:
+    """The same with one output of the program or two, which don't depend on tangents; as `gradient_graphs`."""
+    return _graphs(
+        max_steps, max_gradients, least_saved=1, outputs=st.lists(_BACK, min_size=1, max_size=2)
+    )
+
+
+def _graphs(
+    max_steps: int,
+    max_gradients: int,
+    least_saved: int = 0,
+    outputs: st.SearchStrategy[list[int]] = _NONE,
+) -> st.SearchStrategy[GradientGraph]:
     for name, most in (("max_steps", max_steps), ("max_gradients", max_gradients)):
         if most < 0:
-            raise ValueError(f"gradient_graphs: {name}={most}; expected 0 or more")
+            raise ValueError(f"graphs: {name}={most}; expected 0 or more")
     several = min(2, max_gradients)
     return st.builds(
         _placed,
         first=LEAVES,
         tangents=st.lists(_LIKE_THE_FIRST, max_size=2),
-        saved=st.lists(_LIKE_THE_FIRST, max_size=3),
+        saved=st.lists(_LIKE_THE_FIRST, min_size=least_saved, max_size=3),
         steps=st.one_of(
             st.lists(_STEPS, max_size=max_steps),
             st.lists(_STEPS, min_size=min(3, max_steps), max_size=max_steps),
@@ -65,6 +82,7 @@ def gradient_graphs(max_steps: int = 8, max_gradients: int = 5) -> st.SearchStra
         ),
         input_gradients=st.lists(_BACK, max_size=2),
         buffers=st.lists(_BUFFERS, max_size=4).map(tuple),
+        outputs=outputs,
     )
 
 
@@ -76,6 +94,7 @@ def _placed(
     gradients: list[int | None],
     input_gradients: list[int],
     buffers: tuple[Leaf, ...],
+    outputs: list[int],
 ) -> GradientGraph:
     """A graph of leaves that take after the first, and of positions that were counted backwards."""
 
@@ -100,6 +119,7 @@ def _placed(
         leaves(saved),
         tuple(values[back % len(values)] for back in input_gradients),
         buffers,
+        outputs=tuple(-1 - back for back in outputs),
     )
 
 

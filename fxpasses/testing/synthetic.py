@@ -84,16 +84,18 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class GradientGraph:
-    """A backward graph.
+    """A backward graph, or a joint one.
 
     Attributes:
-        tangents, saved: its inputs.
+        tangents, saved: its inputs. In a joint graph what is saved is an input of the program.
         steps: what it computes.
         gradients: for each parameter the position of its gradient among the values; None: it has none.
         input_gradients: positions of the gradients of inputs, which nobody reduces.
         buffers: those that the forward wrote.
         whole_step: whether this is the graph of a function that calls `backward()`: then it has inputs in place
             of tangents, and writes the buffers itself.
+        outputs: of the program, as positions among the values that don't depend on tangents; with these the
+            graph is a joint one.
     """
 
     tangents: tuple[Leaf, ...]
@@ -103,6 +105,7 @@ class GradientGraph:
     input_gradients: tuple[int, ...] = ()
     buffers: tuple[Leaf, ...] = ()
     whole_step: bool = False
+    outputs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         reads = self.steps or self.input_gradients or any(g is not None for g in self.gradients)
@@ -131,7 +134,8 @@ class _Builder:
 
     def build(self) -> TrainingGraph:
         first = "input" if self.spec.whole_step else "tangent"
-        for kind, leaves in ((first, self.spec.tangents), ("saved", self.spec.saved)):
+        second = "input" if self.spec.outputs else "saved"
+        for kind, leaves in ((first, self.spec.tangents), (second, self.spec.saved)):
             for position, leaf in enumerate(leaves):
                 name = f"{kind}s_{position}"
                 self.values.append(self._placeholder(name, Role(kind, name), leaf))
@@ -192,6 +196,11 @@ class _Builder:
         written: list[tuple[fx.Node | None, Role]] = [
             (node, Role("mutation", _buffer(i))) for i, node in enumerate(self.written)
         ]
+        forward = [value for value in self.values if not self.degrees[value]]
+        made: list[tuple[fx.Node | None, Role]] = [
+            (forward[at % len(forward)], Role("output", str(i)))
+            for i, at in enumerate(self.spec.outputs if forward else ())
+        ]
         own = [
             (None if at is None else self._pick(at), Role("gradient", parameter_name(i)))
             for i, at in enumerate(self.spec.gradients)
@@ -200,7 +209,7 @@ class _Builder:
             (self._pick(at), Role("input_gradient", f"x{i}"))
             for i, at in enumerate(self.spec.input_gradients)
         ]
-        return written + own + inputs
+        return written + made + own + inputs
 
     def _buffers(self) -> tuple[StateSpec, ...]:
         cpu = torch.device("cpu")

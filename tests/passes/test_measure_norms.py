@@ -92,6 +92,19 @@ def test_gradients_stay_bitwise_what_they_were(fake_world):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(fake_world, dtype):
+    graph = doubled((3,), (2,), dtype=dtype)
+    assert measured(graph, fake_world, ADAPTIVE, levels=None).counts == {"measured": 2}
+    states = {
+        role.name: torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+        for node, role in graph.inputs("state")
+    }
+    outputs = run(graph, [torch.full((3,), 3.0, dtype=dtype), torch.zeros(2, dtype=dtype)], states)
+    norms = states["statistics/p0"].view(2, 3)[:, 0]
+    torch.testing.assert_close(norms, torch.stack([g.float().norm() for g in outputs]))
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_what_is_not_finite_is_left_out(fake_world, value):
     graph = doubled((3,), (2,), (2, 2))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from fxpasses import inductor
+from fxpasses.graph import ancestors
 from fxpasses.guards.products import CHECKED, is_wrong, parts
 from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.check_sums import CheckSums
@@ -30,12 +31,13 @@ def checksums_as_promised(run: Run) -> None:
     """A product or sum that is far off is told, once, by its rank alone, whatever is computed from it."""
     nodes = _with_checksum(run)
     names = {n.name for n in nodes}
-    assert {n.name for n in run.before.walk() if _has_to_have_one(run, n)} <= names
+    assert {n.name for n in _own_nodes(run) if _has_to_have_one(run, n)} <= names
+    assert names <= {n.name for n in _own_nodes(run)}
     if nodes:
         rest = run.reports[0].counts["unchecked"]
         assert run.reports[0].counts == {"checked": len(nodes), "unchecked": rest}
-        if run.current.name == CheckGradientProducts.name:
-            others = [n for n in run.before.walk() if n.name not in names]
+        if run.current.name != CheckSums.name:
+            others = [n for n in _own_nodes(run) if n.name not in names]
             assert rest == sum(class_of(n) == ALLOW for n in others)
         _far_off_is_told(run)
 
@@ -71,6 +73,14 @@ def bounds_as_promised(run: Run) -> None:
                 told_by(run, found, ranks, _kind(run))
 
 
+def _own_nodes(run: Run) -> list[fx.Node]:
+    """The nodes of the forward or of the backward, whose products or sums the pass checks."""
+    outputs = [n for _, n, role in run.before.outputs() if role.kind in ("output", "mutation")]
+    forward = ancestors(n for n in outputs if n is not None)
+    is_forward = run.current.stage == "joint"
+    return [n for n in run.before.walk() if (n in forward) == is_forward]
+
+
 def _with_checksum(run: Run) -> list[fx.Node]:
     checked = {origin_of(n).source for n in run.after.walk() if origin_of(n).rule == "checksum"}
     return [n for n in run.after.walk() if n.name in checked]
@@ -78,7 +88,7 @@ def _with_checksum(run: Run) -> list[fx.Node]:
 
 def _has_to_have_one(run: Run, node: fx.Node) -> bool:
     """A product of matrices of one dtype; a gradient that is a sum."""
-    if run.current.name == CheckGradientProducts.name:
+    if run.current.name != CheckSums.name:
         is_one = operator_name(node) in ("mm", "bmm", "addmm", "baddbmm")
         is_one = is_one and all(x == 1 for x in node.kwargs.values())
     else:
@@ -92,8 +102,12 @@ def _has_to_have_one(run: Run, node: fx.Node) -> bool:
     return is_real and static and len({value.dtype for value in values}) == 1
 
 
-def product_graphs() -> st.SearchStrategy[GradientGraph]:
-    """A product and sums, of matrices that are large enough for roundings to add up, among other operators."""
+def product_graphs(forward: bool = False) -> st.SearchStrategy[GradientGraph]:
+    """A product and sums, of matrices that are large enough for roundings to add up, among other operators.
+
+    Args:
+        forward: whether the program makes the product, of its inputs.
+    """
     sizes = st.sampled_from((1, 2, 3, 7, 40))
     saved = ("neg", "exp", "large", "sin", "relu", "double", "bfloat16", "transpose")
     positions = st.integers(0, 12)
@@ -107,6 +121,7 @@ def product_graphs() -> st.SearchStrategy[GradientGraph]:
         st.tuples(st.sampled_from(saved), st.sampled_from(PRODUCTS)),
         st.lists(others, max_size=4),
         st.lists(positions, max_size=2),
+        st.just(forward),
     )
 
 
@@ -118,6 +133,7 @@ def _product(
     operators: tuple[str, str],
     others: list[Step],
     gradients: list[int],
+    forward: bool,
 ) -> GradientGraph:
     """Args: doubled: how often the tangent is, before the product is made of it."""
     rows, columns, inner = sizes
@@ -125,11 +141,13 @@ def _product(
     large = tuple(Step("double", 2 + at if at else 0) for at in range(doubled))
     a, product = 2 + doubled if doubled else 0, 3 + doubled
     made = (Step(operators[1], a, 2), Step("sum", a), Step("sum", product))
+    left, right = Leaf((inner, rows), dtype, layouts[0]), Leaf((inner, columns), dtype, layouts[1])
     return GradientGraph(
-        tangents=(Leaf((inner, rows), dtype, layouts[0]),),
-        saved=(Leaf((inner, columns), dtype, layouts[1]),),
+        tangents=() if forward else (left,),
+        saved=(left, right) if forward else (right,),
         steps=(first, *large, *made, *others),
         gradients=(product, product + 1, product + 2, *gradients),
+        outputs=(product, *gradients) if forward else (),
     )
 
 

@@ -16,6 +16,7 @@ from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 
 BOTH = "bitflip bit=3 where=gradient;sign where=backward"
+IN_FORWARD = "bitflip bit=3 where=forward;sign where=forward"
 PAYLOADS = "bitflip bit=3 where=payload;stale where=payload"
 
 

@@ -93,12 +93,16 @@ def bits_as_promised(run: Run) -> None:
         assert run.reports[0].counts.get("checked", 0) == len(comparisons)
         _first_and_last(run, comparisons)
     if comparisons:
-        told = comparisons[run.seed % len(comparisons)]
-        gradient: Any = told.args[0]
-        readers = [n for n in gradient.users if origin_of(n).rule != "bits"]
-        found = struck(run, gradient, readers, bit_flip(run.seed))
-        parameter = told.meta["provenance"].parameters[0]
-        told_by(run, found, {run.seed % run.world}, f"bits of the gradient of {parameter}")
+        _a_bit_is_told(run, comparisons, {run.seed % run.world})
+
+
+def _a_bit_is_told(run: Run, comparisons: list[fx.Node], ranks: set[int]) -> None:
+    told = comparisons[run.seed % len(comparisons)]
+    gradient: Any = told.args[0]
+    readers = [n for n in gradient.users if origin_of(n).rule != "bits"]
+    found = struck(run, gradient, readers, bit_flip(run.seed))
+    parameter = told.meta["provenance"].parameters[0]
+    told_by(run, found, ranks, f"bits of the gradient of {parameter}")
 
 
 def _first_and_last(run: Run, comparisons: list[fx.Node]) -> None:
@@ -234,6 +238,21 @@ def settled_as_promised(run: Run) -> None:
     assert run.reports[0].counts["settled"] == settled
     assert not run.again().reports[0].changed
     bits_as_promised(run)
+
+
+# What all ranks have to know
+
+
+def agreed_as_promised(run: Run) -> None:
+    """What one rank has noticed, all of them write, once the last check has looked; nothing else is sent."""
+    launches = [n for n in run.after.walk() if is_launch(n)]
+    sent = [n for n in launches if origin_of(n).pass_name == run.current.name]
+    assert len(sent) == int(run.reports[0].changed)
+    if not sent:
+        return
+    assert sent[0].args[1] == "max" and sent[0].meta["val"].numel() == 2
+    comparisons = [n for n in run.after.walk() if DELIVERED in n.meta]
+    _a_bit_is_told(run, comparisons, set(range(run.world)))
 
 
 def nothing_to_check() -> None:

@@ -11,6 +11,7 @@ from tests.testing import (
     compression,
     exchanges,
     guards,
+    norms,
     ordering,
     planning,
     properties,
@@ -62,7 +63,10 @@ PASSES: dict[str, tuple[str, ...]] = {
         for name in ("check_values", "check_gradients", "settle_checks", "check_payloads")
     },
     **dict.fromkeys(("check_sums", "sums"), ("check_sums",)),
-    "check_products": ("check_gradient_products",),
+    "check_products": ("check_gradient_products", "check_products"),
+    "agree_alarms": ("agree_alarms",),
+    "inject": ("inject", "inject_forward", "inject_payload"),
+    "replay": ("replay_forward", "replay_backward"),
     "products": ("check_gradient_products", "check_sums"),
     "rewrite": ("bucketing",),
 }
@@ -82,6 +86,7 @@ DRAWN: dict[str, tuple[Search, ...]] = {
     "clip_norm": (clipping.clipping_by_bucket, clipping.as_torch_clips),
     "compress": (schemes.schemes_side_by_side,),
     "check_payloads": (guards.all_ways_to_send,),
+    "measure_norms": (norms.norms_of_what_adapts,),
     **dict.fromkeys(("exchange", "codecs", "feedback", "powersgd"), _EXCHANGED),
     "rewrite": (splicing.splices_inline,),
     "schedule": (planning.plans_as_programs, scheduling.schedules),

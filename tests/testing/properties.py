@@ -17,17 +17,18 @@ from torch import fx
 
 from fxpasses.effects import is_launch, is_wait
 from fxpasses.graph import Gradient, StateSpec, TrainingGraph, ancestors
+from fxpasses.passes.agree_alarms import AgreeAlarms
 from fxpasses.passes.base import Pass
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.cast import Cast
 from fxpasses.passes.check_gradients import CheckGradients
 from fxpasses.passes.check_payloads import CheckPayloads
-from fxpasses.passes.check_products import CheckGradientProducts
+from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.check_sums import CheckSums
 from fxpasses.passes.check_values import CheckValues
 from fxpasses.passes.compress import Compress
 from fxpasses.passes.gradient_sync import GradientSync
-from fxpasses.passes.inject import Inject, InjectPayload
+from fxpasses.passes.inject import Inject, InjectForward, InjectPayload
 from fxpasses.passes.loss_scale import LossScaling
 from fxpasses.passes.overflow import Overflow
 from fxpasses.passes.participation import Participation
@@ -55,15 +56,16 @@ from tests.testing.compression import (
     sums_in_order,
     thin_matrices,
 )
-from tests.testing.faults import BOTH, PAYLOADS, faults_as_promised
+from tests.testing.faults import BOTH, IN_FORWARD, PAYLOADS, faults_as_promised
 from tests.testing.guards import (
+    agreed_as_promised,
     bits_as_promised,
     compared_graphs,
     limits_as_promised,
     payloads_as_promised,
     settled_as_promised,
 )
-from tests.testing.regions import REGIONS, modular_graphs, replayed_as_promised
+from tests.testing.regions import FORWARD_REGIONS, REGIONS, modular_graphs, replayed_as_promised
 from tests.testing.scaling import overflow_as_promised, scaled_as_promised
 from tests.testing.statistics import statistics_as_promised
 from tests.testing.strikes import silent
@@ -336,14 +338,18 @@ def _tangents_needed(graph: TrainingGraph) -> list[frozenset[fx.Node]]:
 
 # What each pass may say of its nodes: dumps, bisection and recovery paths go by these names.
 RULES = {
+    "agree_alarms": {"agree"},
+    "inject_forward": {"bitflip", "sign", "news"},
     "inject": {"bitflip", "sign", "news"},
     "inject_payload": {"bitflip", "stale", "news"},
+    "check_products": {"checksum", "alarm"},
     "check_gradient_products": {"checksum", "alarm"},
     "check_sums": {"checksum", "alarm"},
     "check_gradients": {"bits", "checksum", "alarm"},
     "settle_checks": set(),
     "check_values": {"limit", "alarm"},
     "check_payloads": {"checksum", "alarm"},
+    "replay_forward": {"loop", "form", "dropout", "alarm"},
     "replay_backward": {"loop", "form", "dropout", "alarm"},
     "cast": {"cast"},
     "bucketing": {"flatten", "unflatten"},
@@ -485,6 +491,10 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "loss_scale": (LossScaling(), (scaled_as_promised, no_leftovers)),
     "overflow": (Overflow(), (overflow_as_promised, no_leftovers)),
     "gradient_sync": (GradientSync(), (sync_as_promised, division_of_the_mean, says_where_from)),
+    "check_products": (
+        CheckProducts(),
+        (silent, checksums_as_promised, bounds_as_promised, no_leftovers),
+    ),
     "check_gradient_products": (
         CheckGradientProducts(),
         (silent, checksums_as_promised, bounds_as_promised, no_leftovers),
@@ -494,8 +504,11 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
     "settle_checks": (SettleChecks(), (silent, settled_as_promised, no_leftovers)),
     "check_values": (CheckValues("values=2"), (limits_as_promised, no_leftovers)),
     "check_payloads": (CheckPayloads(), (silent, payloads_as_promised, no_leftovers)),
+    "agree_alarms": (AgreeAlarms(), (silent, agreed_as_promised, no_leftovers)),
+    "inject_forward": (InjectForward(IN_FORWARD), (faults_as_promised, no_leftovers)),
     "inject": (Inject(BOTH), (faults_as_promised, no_leftovers)),
     "inject_payload": (InjectPayload(PAYLOADS), (faults_as_promised, no_leftovers)),
+    "replay_forward": (FORWARD_REGIONS, (silent, replayed_as_promised, no_leftovers)),
     "replay_backward": (REGIONS, (silent, replayed_as_promised, no_leftovers)),
     "gradient_sync_at_once": (
         GradientSync(overlap=False),
@@ -527,8 +540,10 @@ OWN: dict[str, tuple[Pass, tuple[Callable[[Run], None], ...]]] = {
 
 # Where graphs that are drawn for any pass would seldom give it something to do, or something it refuses.
 GRAPHS = {"cast": low_graphs()} | {name: real_graphs() for name in OWN if "compress" in name}
+GRAPHS["replay_forward"] = modular_graphs(forward=True)
 GRAPHS["replay_backward"] = modular_graphs()
-GRAPHS["settle_checks"] = compared_graphs()
+GRAPHS["settle_checks"] = GRAPHS["agree_alarms"] = compared_graphs()
+GRAPHS["check_products"] = product_graphs(forward=True)
 GRAPHS["check_gradient_products"] = GRAPHS["check_sums"] = product_graphs()
 GRAPHS["compress_powersgd"] = GRAPHS["compress_powersgd_forgetful"] = matrix_graphs()
 

@@ -1,4 +1,6 @@
-"""`replay_backward` on graphs that nobody wrote by hand; which modules their operators belong to is drawn."""
+"""The passes that compute regions again, on graphs that nobody wrote by hand; which modules their operators
+belong to is drawn.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from fxpasses.faults.sites import places_of
 from fxpasses.faults.spec import parse_faults
 from fxpasses.graph import ALARM, FAULT_NEWS, FAULT_TABLE, REPLAYED, TrainingGraph
 from fxpasses.guards.loops import LOOP
-from fxpasses.passes.check_products import CheckGradientProducts
+from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.check_sums import CheckSums
-from fxpasses.passes.inject import Inject
-from fxpasses.passes.replay import ReplayBackward
+from fxpasses.passes.inject import Inject, InjectForward
+from fxpasses.passes.replay import ReplayBackward, ReplayForward
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step
@@ -27,8 +29,13 @@ from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 
 # Bit 14 is one of the mantissa or above in each dtype; where it is no more than rounding, nobody notices.
-FAULTS = ";".join(f"bitflip where=backward op={operator} bit=14" for operator in ("mm", "sum"))
-REGIONS = ReplayBackward(guards="products on=recompute region=m*", faults=FAULTS)
+FAULTS = {
+    phase: ";".join(f"bitflip where={phase} op={operator} bit=14" for operator in ("mm", "sum"))
+    for phase in ("forward", "backward")
+}
+_GUARDS = "products on=recompute region=m*"
+REGIONS = ReplayBackward(guards=_GUARDS, faults=FAULTS["backward"])
+FORWARD_REGIONS = ReplayForward(guards=_GUARDS, faults=FAULTS["forward"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +51,11 @@ class Modular:
             [number] * size for number, size in enumerate(self.sizes)
         )
         for node, number in zip(graph.walk(), numbers, strict=False):
-            node.meta["fwd_nn_module_stack"] = {f"m{number}": (f"L['self'].m{number}", nn.Module)}
-        for current in (CheckGradientProducts(), CheckSums(), Inject(FAULTS)):
+            stack = "nn_module_stack" if self.graph.outputs else "fwd_nn_module_stack"
+            node.meta[stack] = {f"m{number}": (f"L['self'].m{number}", nn.Module)}
+        backward = (CheckGradientProducts(), CheckSums(), Inject(FAULTS["backward"]))
+        forward = (CheckProducts(), InjectForward(FAULTS["forward"]))
+        for current in forward if self.graph.outputs else backward:
             current.run(graph)
         graph.recompile()
         return graph
@@ -54,8 +64,10 @@ class Modular:
         return f"{self.graph.source()}\n# operators of m0, m1, …: {self.sizes}"
 
 
-def modular_graphs() -> st.SearchStrategy[Modular]:
-    """Each begins with a product, and one that is a gradient; where all is drawn few have any."""
+def modular_graphs(forward: bool = False) -> st.SearchStrategy[Modular]:
+    """Each begins with a product, and one that is a gradient (of a forward: an output); where all is drawn few
+    have any.
+    """
     positions = st.integers(0, 9)
     operators = (
         "product",
@@ -75,17 +87,25 @@ def modular_graphs() -> st.SearchStrategy[Modular]:
         st.lists(st.builds(Step, st.sampled_from(operators), positions, positions), max_size=5),
         st.lists(positions, max_size=3),
         st.lists(st.integers(2, 8), min_size=1, max_size=4).map(tuple),
+        st.just(forward),
     )
 
 
 def _modular(
-    dtype: str, layout: str, steps: list[Step], gradients: list[int], sizes: tuple[int, ...]
+    dtype: str,
+    layout: str,
+    steps: list[Step],
+    results: list[int],
+    sizes: tuple[int, ...],
+    forward: bool,
 ) -> Modular:
+    first, second = Leaf((3, 3), dtype, layout), Leaf((3, 3), dtype)
     graph = GradientGraph(
-        tangents=(Leaf((3, 3), dtype, layout),),
-        saved=(Leaf((3, 3), dtype),),
+        tangents=() if forward else (first,),
+        saved=(first, second) if forward else (second,),
         steps=(Step("product", 0, 1), Step("sum", 2), *steps),
-        gradients=(2, 3, *gradients),
+        gradients=() if forward else (2, 3, *results),
+        outputs=(2, 3, *results) if forward else (),
     )
     return Modular(graph, sizes)
 
@@ -96,7 +116,8 @@ def replayed_as_promised(run: Run) -> None:
     assert run.reports[0].changed == bool(loops)
     assert run.reports[0].counts.get("regions", 0) == len(loops)
     assert not any(is_launch(n) for n in run.after.walk_deep())
-    faults, places = parse_faults(FAULTS), places_of(run.after)
+    faults = parse_faults(FAULTS["forward" if run.current.stage == "joint" else "backward"])
+    places = places_of(run.after)
     assert places == places_of(run.before), "faults happen where they did"
     if not loops or not places.sites:
         return

@@ -54,9 +54,9 @@ class Needy(Nothing):
 
 @dataclasses.dataclass(frozen=True)
 class Copies(Pass):
-    """Copies each output that is computed."""
+    """Copies each gradient."""
 
-    kinds: ClassVar[frozenset[str]] = frozenset({"gradient", "output"})
+    kinds: ClassVar[frozenset[str]] = frozenset({"gradient"})
     name: ClassVar[str] = "copies"
     stage: ClassVar[str] = "backward"
 

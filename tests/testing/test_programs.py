@@ -173,7 +173,7 @@ def test_nothing_is_drawn_that_nobody_reads():
         (lambda: GradientGraph((), gradients=(0,)), "expected a value to begin with"),
         (
             lambda: gradient_graphs(max_gradients=-1),
-            "gradient_graphs: max_gradients=-1; expected 0",
+            "graphs: max_gradients=-1; expected 0",
         ),
         (lambda: programs(kinds="linear"), "programs: max_layers=4, kinds='linear'; expected"),
         (lambda: programs(kinds=("linar",)), "programs: kinds: 'linar'; did you mean 'linear'?"),
