@@ -28,6 +28,7 @@ _HOME = {
     "check_pass": "fxpasses.testing.check",
     "check_run": "fxpasses.testing.check",
     "environments": "fxpasses.testing.strategies",
+    "exported_programs": "fxpasses.testing.strategies",
     "gradient_graphs": "fxpasses.testing.strategies",
     "joint_graphs": "fxpasses.testing.strategies",
     "programs": "fxpasses.testing.strategies",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from fxpasses.testing.program import Layer as Layer
     from fxpasses.testing.program import Program as Program
     from fxpasses.testing.strategies import environments as environments
+    from fxpasses.testing.strategies import exported_programs as exported_programs
     from fxpasses.testing.strategies import gradient_graphs as gradient_graphs
     from fxpasses.testing.strategies import joint_graphs as joint_graphs
     from fxpasses.testing.strategies import programs as programs

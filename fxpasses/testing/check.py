@@ -47,7 +47,8 @@ def check_pass(
             or the process group are drawn where they are None.
         examples: how many graphs; the environment variable `FXPASSES_EXAMPLES` overrides it. 200 if not given.
         programs: how many captured programs, each of which takes a second or more; one for each 25 graphs if
-            not given. The first ones drawn are the simplest.
+            not given. The first ones drawn are the simplest. For a pass of the stage `joint`, as many exported
+            ones too.
         oracles: what else has to hold of a run of this pass.
         graphs: another strategy of graphs, in place of `gradient_graphs()` or, for a pass of the stage `joint`,
             `joint_graphs()`: such as `programs()`, of which the graph of the pass's stage is taken,
@@ -76,6 +77,8 @@ def check_pass(
     acted = _search(current, usual if graphs is None else graphs, wanted, every)
     if count:
         acted |= _search(current, strategies.programs(), count, every)
+    if count and current.stage == "joint":
+        acted |= _search(current, strategies.exported_programs(), count, every)
     if not acted:
         raise OracleFailure(
             f"oracle 'acts': pass {current.spec!r}: left all of {wanted} graphs and {count} programs as they "

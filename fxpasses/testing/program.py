@@ -20,6 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from fxpasses.exported import exported
+from fxpasses.graph import TrainingGraph, without_warnings_of_pytrees
 from fxpasses.testing.arguments import known
 from fxpasses.testing.capture import Captured, capture
 
@@ -96,6 +98,10 @@ class Program:
         """Its joint graph and its backward graph, captured once; copy them before you write to them."""
         return _captured(self)
 
+    def exported(self, training: bool = True) -> TrainingGraph:
+        """Its forward as `torch.export` has it, in training mode or in evaluation; made once, as `captured`."""
+        return _exported(self, training)
+
     @property
     def uses_tokens(self) -> bool:
         return any(layer.kind == "embedding" for layer in self.layers)
@@ -110,9 +116,20 @@ def _captured(program: Program) -> Captured:
     return capture(model, *inputs)
 
 
+@functools.lru_cache(maxsize=512)
+def _exported(program: Program, training: bool) -> TrainingGraph:
+    model, inputs = program.build()
+    batch = {0: torch.export.Dim.DYNAMIC} if program.dynamic else None
+    sizes = tuple(batch for _ in inputs)
+    with without_warnings_of_pytrees():
+        done = torch.export.export(model.train(training), inputs, dynamic_shapes=sizes)
+        return exported(done.run_decompositions())
+
+
 def forget_captured() -> None:
     """Capture programs anew from now on."""
     _captured.cache_clear()
+    _exported.cache_clear()
 
 
 def _linear(i: int, width: int, size: int) -> Lines:

@@ -35,6 +35,20 @@ class _OfProgram:
         return repr(self.program)
 
 
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What `torch.export` makes of a program, in training mode or in evaluation."""
+
+    program: Program
+    training: bool = True
+
+    def build(self) -> TrainingGraph:
+        return self.program.exported(self.training)
+
+    def source(self) -> str:
+        return f"{self.program.source()}\n# exported with model.train({self.training})"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Given:
     """A graph that is there."""

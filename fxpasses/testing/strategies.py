@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fxpasses.testing.arguments import known
 from fxpasses.testing.operators import OPERATORS, TAKE_TWO
 from fxpasses.testing.program import INPUT_LAYOUTS, KINDS, SMALLEST_BATCH, Layer, Program
+from fxpasses.testing.sources import Exported
 from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step
 
 WORLDS = st.integers(1, 8)
@@ -181,6 +182,15 @@ def programs(
         known("programs: kinds", kind, KINDS)
     layer = st.builds(Layer, st.sampled_from(kinds), st.integers(1, 3))
     return st.lists(layer, min_size=1, max_size=max_layers).map(tuple).flatmap(_with_inputs)
+
+
+def exported_programs(max_layers: int = 4) -> st.SearchStrategy[Exported]:
+    """What `torch.export` makes of such programs, in training mode and in evaluation.
+
+    Args:
+        max_layers: how many layers a program has at most.
+    """
+    return st.builds(Exported, programs(max_layers), st.booleans())
 
 
 def _with_inputs(layers: tuple[Layer, ...]) -> st.SearchStrategy[Program]:

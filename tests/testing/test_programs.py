@@ -30,6 +30,18 @@ def test_every_kind_is_captured_with_a_backward(kind):
     assert len(random_inputs(captured.backward)) == len(captured.backward.inputs())
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["batch_norm", "dropout", "in_place", "cond"])
+def test_programs_are_exported(kind, training):
+    graph = Program((Layer(kind, 2),), batch=3, dynamic=True).exported(training)
+    spec.check(graph, "export")
+    written = [role.name for _, _, role in graph.outputs("mutation")]
+    assert bool(written) == (kind == "in_place" or (kind == "batch_norm" and training))
+    assert [role.kind for _, _, role in graph.outputs()][len(written) :] == ["output"]
+    sizes = [n.meta["val"].shape[0] for n, r in graph.inputs("input")]
+    assert all(isinstance(size, torch.SymInt) for size in sizes)
+
+
 @pytest.mark.parametrize("layout", INPUT_LAYOUTS)
 def test_layouts_of_the_input(layout):
     _, (x,) = Program((), batch=3, width=2, layout=layout).build()
