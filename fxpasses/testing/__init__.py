@@ -35,6 +35,7 @@ _HOME = {
     "property_test": "fxpasses.testing.check",
     "random_inputs": "fxpasses.testing.values",
     "run_world": "fxpasses.testing.world",
+    "task_graphs": "fxpasses.testing.strategies",
     "whole_steps": "fxpasses.testing.strategies",
 }
 __all__ = sorted([*_HOME, "Captured", "capture", "exported"])
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from fxpasses.testing.strategies import gradient_graphs as gradient_graphs
     from fxpasses.testing.strategies import joint_graphs as joint_graphs
     from fxpasses.testing.strategies import programs as programs
+    from fxpasses.testing.strategies import task_graphs as task_graphs
     from fxpasses.testing.strategies import whole_steps as whole_steps
     from fxpasses.testing.synthetic import GradientGraph as GradientGraph
     from fxpasses.testing.synthetic import Leaf as Leaf
@@ -66,4 +68,11 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fxpasses.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "hypothesis":
+            raise
+        raise ModuleNotFoundError(
+            f"fxpasses.testing.{name} draws examples: pip install hypothesis", name=error.name
+        ) from error

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of graphs, worlds and options."""
+"""Hypothesis strategies of graphs, programs, tasks, worlds and options."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from fxpasses.schedule.tasks import Task
 from fxpasses.testing.arguments import known
 from fxpasses.testing.operators import OPERATORS, TAKE_TWO
 from fxpasses.testing.program import INPUT_LAYOUTS, KINDS, SMALLEST_BATCH, Layer, Program
@@ -219,3 +220,30 @@ def _program(
 ) -> Program:
     # Sizes of zero and one are always constants to torch.
     return Program(layers, batch, width, layout, dynamic and batch > 1, grad_input, seed)
+
+
+@st.composite
+def task_graphs(
+    draw: st.DrawFn, most: int = 12, least: int = 1, memory: bool = False
+) -> list[Task]:
+    """Tasks of whole seconds, up to 12, on up to three resources, each behind up to three earlier ones; for
+    schedulers (`fxpasses.schedule`).
+
+    Args:
+        most, least: how many tasks.
+        memory: whether they hold some, up to four bytes each, until the last task behind them has ended.
+    """
+    resources = draw(st.integers(1, 3))
+    tasks: list[Task] = []
+    for i in range(draw(st.integers(least, most))):
+        after = draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else ()
+        tasks.append(
+            Task(
+                f"t{i}",
+                draw(st.integers(0, 12)),
+                f"r{draw(st.integers(0, resources - 1))}",
+                tuple(sorted(after)),
+                draw(st.integers(0, 4)) if memory else 0,
+            )
+        )
+    return tasks

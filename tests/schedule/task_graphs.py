@@ -1,4 +1,4 @@
-"""Random task graphs, and the optimum of small ones by trying everything."""
+"""Large task graphs, job shops, and the optimum of small ones by trying everything."""
 
 from __future__ import annotations
 
@@ -7,25 +7,6 @@ import random
 from hypothesis import strategies as st
 
 from fxpasses.schedule.tasks import Task
-
-
-@st.composite
-def task_graphs(draw: st.DrawFn, most: int, least: int = 1, memory: bool = False) -> list[Task]:
-    """Of whole seconds, so that a solver for integers can be asked too."""
-    resources = draw(st.integers(1, 3))
-    tasks: list[Task] = []
-    for i in range(draw(st.integers(least, most))):
-        after = draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else ()
-        tasks.append(
-            Task(
-                f"t{i}",
-                draw(st.integers(0, 12)),
-                f"r{draw(st.integers(0, resources - 1))}",
-                tuple(sorted(after)),
-                draw(st.integers(0, 4)) if memory else 0,
-            )
-        )
-    return tasks
 
 
 def random_tasks(count: int, seed: int, resources: int, links: int) -> list[Task]:

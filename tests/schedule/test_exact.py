@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fxpasses.schedule.exact import best_of_all
 from fxpasses.schedule.solve import solve
 from fxpasses.schedule.tasks import Task, in_order, needed_memory, timed
-from tests.schedule.task_graphs import optimum, task_graphs
+from fxpasses.testing import task_graphs
+from tests.schedule.task_graphs import optimum
 from tests.schedule.test_tasks import check
 
 SLOW = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 
 from fxpasses.schedule.solve import critical_path, solve
 from fxpasses.schedule.tasks import Task, in_order, needed_memory, queued
-from tests.schedule.task_graphs import optimum, random_tasks, task_graphs
+from fxpasses.testing import task_graphs
+from tests.schedule.task_graphs import optimum, random_tasks
 from tests.schedule.test_tasks import CHAIN, check
 
 SLOW = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, queued, timed
-from tests.schedule.task_graphs import task_graphs
+from fxpasses.testing import task_graphs
 
 CHAIN = [
     Task("a", 2, "compute", (), 10),

@@ -19,9 +19,10 @@ from fxpasses.schedule import exact
 from fxpasses.schedule import solve as solving
 from fxpasses.schedule.solve import critical_path, lower_bound_of, postponed, solve
 from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, queued, timed
+from fxpasses.testing import task_graphs
 from fxpasses.testing.check import settings
 from fxpasses.testing.strategies import SEEDS
-from tests.schedule.task_graphs import job_shop, job_shops, optimum, random_tasks, task_graphs
+from tests.schedule.task_graphs import job_shop, job_shops, optimum, random_tasks
 from tests.testing.tasks import held_then, order_of, valid
 
 SHARES = st.sampled_from((None, 1.0, 0.8, 1.5))  # of the memory that an order needs

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpasses.schedule.tasks import Schedule, Task, in_order, needed_memory, queued, timed
+from fxpasses.testing import task_graphs
 from fxpasses.testing.check import settings
 from fxpasses.testing.strategies import SEEDS
-from tests.schedule.task_graphs import task_graphs
 from tests.testing.refusals import refusal
 
 

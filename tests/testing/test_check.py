@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import sys
 from typing import ClassVar
 
 import pytest
@@ -170,6 +171,20 @@ def test_a_decorated_property_can_fail():
     with pytest.raises(AssertionError):
         never_changes()
     assert never_changes.__name__ == "never_changes"
+
+
+def test_what_draws_examples_says_that_it_needs_hypothesis(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, "fxpasses.testing.check")
+    with pytest.raises(
+        ModuleNotFoundError, match="check_pass draws examples: pip install hypothes"
+    ):
+        _ = fxpasses.testing.check_pass
+    assert fxpasses.testing.capture
+
+
+def test_every_name_is_there():
+    assert all(getattr(fxpasses.testing, name) is not None for name in fxpasses.testing.__all__)
 
 
 def test_how_many_examples(monkeypatch):
