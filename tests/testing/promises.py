@@ -65,7 +65,7 @@ PASSES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("check_sums", "sums"), ("check_sums",)),
     "check_products": ("check_gradient_products", "check_products"),
     "agree_alarms": ("agree_alarms",),
-    "inject": ("inject", "inject_forward", "inject_payload"),
+    **dict.fromkeys(("inject", "injecting"), ("inject", "inject_forward", "inject_payload")),
     "replay": ("replay_forward", "replay_backward"),
     "products": ("check_gradient_products", "check_sums"),
     "rewrite": ("bucketing",),
