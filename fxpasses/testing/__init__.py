@@ -31,6 +31,7 @@ _HOME = {
     "exported_programs": "fxpasses.testing.strategies",
     "gradient_graphs": "fxpasses.testing.strategies",
     "joint_graphs": "fxpasses.testing.strategies",
+    "orders_agree": "fxpasses.testing.oracles",
     "programs": "fxpasses.testing.strategies",
     "property_test": "fxpasses.testing.check",
     "random_inputs": "fxpasses.testing.values",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from fxpasses.testing.check import property_test as property_test
     from fxpasses.testing.oracles import OracleFailure as OracleFailure
     from fxpasses.testing.oracles import Run as Run
+    from fxpasses.testing.oracles import orders_agree as orders_agree
     from fxpasses.testing.program import Layer as Layer
     from fxpasses.testing.program import Program as Program
     from fxpasses.testing.strategies import environments as environments

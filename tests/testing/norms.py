@@ -2,66 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fxpasses.effects import is_launch
 from fxpasses.passes.measure_norms import DECAY, FIELDS, STATISTICS, MeasureNorms
 from fxpasses.testing.check import check_run, settings
 from fxpasses.testing.oracles import ORACLES, Run
-from fxpasses.testing.oracles.kept import no_dead_code
 from fxpasses.testing.strategies import SEEDS, environments
-from fxpasses.testing.synthetic import GradientGraph
+from fxpasses.testing.synthetic import GradientGraph, parameter_name
+from fxpasses.testing.values import random_inputs
+from fxpasses.testing.world import run_world
 from tests.testing.compression import real_graphs
+from tests.testing.properties import no_leftovers
 
-SCHEME = "*=adaptive:levels=int8/topk;*0*=none"
+LEVELS = ("int8", "topk")
 
 
 def norms_of_what_adapts(examples: int) -> None:
     """Of each reduced gradient whose compression adapts: its norm, the average of that, and their number."""
+    # The first parameter does not; of the others those that have a level, or all if nobody says which have.
+    scheme = f"*=adaptive:levels={'/'.join(LEVELS)};*0*=none"
+    chosen = st.dictionaries(st.integers(0, 4).map(parameter_name), st.sampled_from(LEVELS))
 
     @settings(examples)
-    @given(real_graphs(), environments(4), SEEDS)
-    def search(source: GradientGraph, environment: dict[str, Any], seed: int) -> None:
-        environment = {**environment, "compression": SCHEME, "levels": None}
-        check_run(MeasureNorms(), source, environment, seed, (*ORACLES, _measured, no_dead_code))
+    @given(real_graphs(), environments(4), st.one_of(st.none(), chosen), SEEDS)
+    def search(
+        source: GradientGraph,
+        environment: dict[str, Any],
+        chosen: dict[str, str] | None,
+        seed: int,
+    ) -> None:
+        levels = None if chosen is None else tuple(sorted(chosen.items()))
+        environment = {**environment, "compression": scheme, "levels": levels}
+        check_run(MeasureNorms(), source, environment, seed, (*ORACLES, _measured, no_leftovers))
 
     search()
 
 
 def _measured(run: Run) -> None:
+    current = run.current
+    assert isinstance(current, MeasureNorms)
     assert [n.name for n in run.before.walk() if is_launch(n)] == [
         n.name for n in run.after.walk() if is_launch(n)
     ]
-    gradients = {g.parameter: g for g in run.after.gradients() if g.node.meta["val"].numel()}
-    adapting = {name for name in gradients if "0" not in name}
-    given = {
-        role.name: value
-        for (_, role), value in zip(run.after.inputs(), run.traced_after.given, strict=True)
-    }
-    results = run.traced_after.results[0]
-    found: list[str] = []
-    for at, _, role in run.after.outputs("state"):
-        if not role.name.startswith(f"{STATISTICS}/"):
-            continue
-        (node,) = (n for n, r in run.after.inputs("state") if r == role)
-        names = [name for name, _ in node.meta["state"].parts]
-        found += names
-        norms = torch.stack([_norm(results[gradients[name].index]) for name in names])
-        old = given[role.name].view(len(names), FIELDS)
-        new = results[at].view(len(names), FIELDS)
-        if not norms.isfinite().all():
-            assert torch.equal(new.nan_to_num(), old.nan_to_num()), "what is not finite is left out"
-            continue
-        expected = torch.stack([norms, DECAY * old[:, 1] + (1 - DECAY) * norms, old[:, 2] + 1], 1)
-        torch.testing.assert_close(new, expected, rtol=1e-5, atol=1e-6)
-    assert sorted(found) == sorted(adapting)
+    sizes = {g.parameter: g.node.meta["val"].numel() for g in run.after.gradients()}
+    known = sizes if current.levels is None else dict(current.levels)
+    adapting = {name for name, size in sizes.items() if size and "0" not in name and name in known}
+    states = [n.meta["state"] for n, r in run.after.inputs("state") if _is_statistic(r.name)]
+    assert sorted(name for spec in states for name, _ in spec.parts) == sorted(adapting)
     assert run.reports[0].counts == {"measured": len(adapting)}
-    assert run.reports[0].changed == bool(adapting)
+    _right(run, run.traced_after.given, run.traced_after.results[0])
+    inputs = [random_inputs(graph, run.seed * 97 + rank) for rank, graph in enumerate(run.afters)]
+    for row in inputs:
+        for at, (_, role) in enumerate(run.after.inputs()):
+            if role.kind == "tangent":
+                row[at] = row[at] * torch.inf
+    given = [x.clone() if isinstance(x, Tensor) else x for x in inputs[0]]
+    _right(run, given, run_world(run.afters, inputs)[0])
 
 
-def _norm(value: Tensor) -> Tensor:
-    return value.double().norm().float()
+def _right(run: Run, given: Sequence[Any], results: Sequence[Any]) -> None:
+    """The statistics that rank 0 writes, by those that it read and by the gradients that it has."""
+    gradients = {g.parameter: results[g.index] for g in run.after.gradients()}
+    read = {r.name: value for (_, r), value in zip(run.after.inputs(), given, strict=True)}
+    specs = {r.name: node.meta["state"] for node, r in run.after.inputs("state")}
+    for at, _, role in run.after.outputs("state"):
+        if not _is_statistic(role.name):
+            continue
+        names = [name for name, _ in specs[role.name].parts]
+        norms = torch.stack([gradients[name].double().norm().float() for name in names])
+        old, new = (x.view(len(names), FIELDS) for x in (read[role.name], results[at]))
+        expected = torch.stack([norms, DECAY * old[:, 1] + (1 - DECAY) * norms, old[:, 2] + 1], 1)
+        if not norms.isfinite().all():
+            expected = old
+        torch.testing.assert_close(new, expected, rtol=1e-5, atol=1e-6)
+
+
+def _is_statistic(name: str) -> bool:
+    return name.startswith(f"{STATISTICS}/")

@@ -338,6 +338,7 @@ def _tangents_needed(graph: TrainingGraph) -> list[frozenset[fx.Node]]:
 
 # What each pass may say of its nodes: dumps, bisection and recovery paths go by these names.
 RULES = {
+    "measure_norms": {"measure"},
     "agree_alarms": {"agree"},
     "inject_forward": {"bitflip", "sign", "news"},
     "inject": {"bitflip", "sign", "news"},
