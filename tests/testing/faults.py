@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fxpasses.faults.models import AFTER, AT, BEFORE, FORMS, HITS, row_of
 from fxpasses.faults.sites import Site, places_of
-from fxpasses.faults.spec import parse_faults
-from fxpasses.graph import FAULT_NEWS, FAULT_TABLE, TrainingGraph, ancestors
+from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT, parse_faults
+from fxpasses.graph import DELIVERED, FAULT_NEWS, FAULT_TABLE, TrainingGraph, ancestors
+from fxpasses.passes.inject import Inject
+from fxpasses.rewrite import origin_of
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.values import random_inputs
@@ -25,8 +28,10 @@ def faults_as_promised(run: Run) -> None:
     faults = parse_faults(run.current.faults)  # type: ignore[attr-defined]
     places = places_of(run.after)
     assert run.reports[0].changed == bool(places.sites)
+    _every_gradient_has_one(run, places.sites)
     if not places.sites:
         return
+    _readers_get_it(run, places.sites)
     assert run.reports[0].counts == {"sites": len(places.sites)}
     assert len({site.number for site in places.sites}) == len(places.sites)
     site = places.sites[run.seed % len(places.sites)]
@@ -54,6 +59,34 @@ def faults_as_promised(run: Run) -> None:
         assert (hit[BEFORE] ^ hit[AFTER]) & mask == flipped
         assert 0 <= hit[AT] < site.numel if site.numel is not None else hit[AT] >= 0
     _only_what_depends(run, site, before[0], after[0])
+
+
+def _every_gradient_has_one(run: Run, sites: Sequence[Site]) -> None:
+    of = {names for s in sites if s.phase == GRADIENT for names in [s.parameters]}
+    expected = {
+        names
+        for node, names in run.before.parameters_by_gradient().items()
+        if node.meta["val"].dtype in FORMS and node.meta["val"].numel()
+    }
+    assert of == (expected if run.current.name == Inject.name else set())
+
+
+def _readers_get_it(run: Run, sites: Sequence[Site]) -> None:
+    """Who reads a value reads what was struck. What is struck as a gradient is read by nobody in the program,
+    but by who compares it as it arrives.
+    """
+    after = {n.name: n for n in run.after.graph.nodes}
+    operators = {s.name for s in sites if s.phase in (FORWARD, BACKWARD)}
+    for name in operators:
+        assert {origin_of(n).pass_name for n in after[name].users} == {run.current.name}
+    gradients = [s for s in sites if s.phase == GRADIENT]
+    outputs = {g.parameter: g.node for g in run.after.gradients()}
+    for site in gradients:
+        (struck,) = {outputs[name] for name in site.parameters}
+        assert struck.meta["fault"].name == site.name and struck.meta["fault"].phase == GRADIENT
+        for reader in (n for n in run.before.walk() if site.name in map(str, n.all_input_nodes)):
+            reads = struck in after[reader.name].all_input_nodes
+            assert reads == (DELIVERED in reader.meta), f"{reader.name} reads {site}: {reads}"
 
 
 def _inputs(graph: TrainingGraph, seed: int, table: torch.Tensor, armed: bool) -> list[Any]:

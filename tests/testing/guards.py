@@ -250,6 +250,7 @@ def agreed_as_promised(run: Run) -> None:
     assert len(sent) == int(run.reports[0].changed)
     if not sent:
         return
+    assert run.reports[0].counts == {"collectives": 1}
     assert sent[0].args[1] == "max" and sent[0].meta["val"].numel() == 2
     comparisons = [n for n in run.after.walk() if DELIVERED in n.meta]
     _a_bit_is_told(run, comparisons, set(range(run.world)))

@@ -544,6 +544,7 @@ GRAPHS = {"cast": low_graphs()} | {name: real_graphs() for name in OWN if "compr
 GRAPHS["replay_forward"] = modular_graphs(forward=True)
 GRAPHS["replay_backward"] = modular_graphs()
 GRAPHS["settle_checks"] = GRAPHS["agree_alarms"] = compared_graphs()
+GRAPHS["inject"] = st.one_of(gradient_graphs(), compared_graphs())
 GRAPHS["check_products"] = product_graphs(forward=True)
 GRAPHS["check_gradient_products"] = GRAPHS["check_sums"] = product_graphs()
 GRAPHS["compress_powersgd"] = GRAPHS["compress_powersgd_forgetful"] = matrix_graphs()

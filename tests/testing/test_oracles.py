@@ -393,6 +393,25 @@ def not_traced(graph, current):
     reshaped(graph, rewrite)
 
 
+def test_state_of_a_forward_has_to_be_named():
+    @dataclasses.dataclass(frozen=True)
+    class Remembers(Bad):
+        stage: ClassVar[str] = "joint"
+
+        def run(self, graph):
+            (spec,) = Names.forward_states(self, torch.device("cpu"))
+            graph.write_state(spec.name, new(graph, lambda x: x + 1, graph.add_state(spec)))
+            return Report(changed=True)
+
+    class Names(Remembers):
+        def forward_states(self, device):
+            return (StateSpec("memory", "x", (2,), torch.float32, device),)
+
+    with pytest.raises(OracleFailure, match="state_sound.*'memory/x', not in `forward_states`"):
+        check_run(Remembers(), GRAPH, ENVIRONMENT, oracles=[rule_oracles.state_sound])
+    check_run(Names(), GRAPH, ENVIRONMENT, oracles=[rule_oracles.state_sound])
+
+
 @pytest.mark.parametrize(
     ("action", "said"),
     [

@@ -111,7 +111,9 @@ def collectives_explained(run: Run) -> None:
 
 
 def state_sound(run: Run) -> None:
-    """State is named by what it is and whose; fakes are what it says; what was there stays."""
+    """State is named by what it is and whose; fakes are what it says; what was there stays; what a pass of the
+    stage `joint` adds is what its `forward_states` names.
+    """
     known = {role.name for _, role in run.before.inputs("state")}
     for node, role in run.after.inputs("state"):
         declared = node.meta.get("state")
@@ -123,6 +125,9 @@ def state_sound(run: Run) -> None:
             fail(
                 "state_sound", run, f"holds {value.dtype}{list(value.shape)}, not {declared}", node
             )
+        is_new = run.current.stage == "joint" and role.name not in known
+        if is_new and declared not in run.current.forward_states(declared.device):
+            fail("state_sound", run, f"is state {role.name!r}, not in `forward_states`", node)
         known.discard(role.name)
     if known:
         fail("state_sound", run, f"state {sorted(known)} is gone")
