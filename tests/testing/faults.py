@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fxpasses.effects import is_launch
 from fxpasses.faults.models import AFTER, AT, BEFORE, FORMS, HITS, row_of
 from fxpasses.faults.sites import Site, places_of
-from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT, parse_faults
-from fxpasses.graph import DELIVERED, FAULT_NEWS, FAULT_TABLE, TrainingGraph, ancestors
+from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT, PAYLOAD, Fault, parse_faults
+from fxpasses.graph import DELIVERED, FAULT_NEWS, FAULT_TABLE, STALE, TrainingGraph, ancestors
 from fxpasses.passes.inject import Inject
 from fxpasses.rewrite import origin_of
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.values import random_inputs
-from fxpasses.testing.world import run_world
+from fxpasses.testing.world import World
 
 BOTH = "bitflip bit=3 where=gradient;sign where=backward"
 IN_FORWARD = "bitflip bit=3 where=forward;sign where=forward"
@@ -41,9 +42,10 @@ def faults_as_promised(run: Run) -> None:
     before = run.traced_after.results
     table = torch.zeros(len(faults), len(row), dtype=torch.int64)
     table[number] = torch.tensor(row)
-    after = run_world(
-        run.afters, [_inputs(g, run.seed * 97 + r, table, r == 0) for r, g in enumerate(run.afters)]
-    )
+    inputs = [_inputs(g, run.seed * 97 + r, table, r == 0) for r, g in enumerate(run.afters)]
+    world = World(run.afters, inputs)
+    after = world.run()
+    _one_element_differs(run, site, fault, world.values(0))
     (at,) = [i for i, _, role in run.after.outputs("state") if role.name == f"{FAULT_NEWS}/"]
     for rank, rows in enumerate(after):
         news = rows[at].tolist()
@@ -79,6 +81,8 @@ def _readers_get_it(run: Run, sites: Sequence[Site]) -> None:
     operators = {s.name for s in sites if s.phase in (FORWARD, BACKWARD)}
     for name in operators:
         assert {origin_of(n).pass_name for n in after[name].users} == {run.current.name}
+    for site in (s for s in sites if s.phase == PAYLOAD):
+        _travels(run, site)
     gradients = [s for s in sites if s.phase == GRADIENT]
     outputs = {g.parameter: g.node for g in run.after.gradients()}
     for site in gradients:
@@ -87,6 +91,47 @@ def _readers_get_it(run: Run, sites: Sequence[Site]) -> None:
         for reader in (n for n in run.before.walk() if site.name in map(str, n.all_input_nodes)):
             reads = struck in after[reader.name].all_input_nodes
             assert reads == (DELIVERED in reader.meta), f"{reader.name} reads {site}: {reads}"
+
+
+def _travels(run: Run, site: Site) -> None:
+    """What is sent is what was struck, and still a bucket; what comes too late is read by all who read."""
+    models = {parse_faults(PAYLOADS)[number].model for number in site.faults}
+    (name,) = (
+        n.name
+        for n in run.before.walk()
+        if is_launch(n) and site.name == n.all_input_nodes[0].name and origin_of(n).parameters
+    )
+    (launch,) = (n for n in run.after.walk() if n.name == name)
+    (sent,) = launch.all_input_nodes
+    (wait,) = launch.users
+    if "bitflip" in models:
+        assert sent.meta["fault"] == site and sent.all_input_nodes[0].name == site.name
+        assert ("bucket" in sent.meta) == ("bucket" in sent.all_input_nodes[0].meta)
+    if "stale" in models:
+        written = [r.name for _, n, r in run.after.outputs("state") if n is wait]
+        assert [name.split(".")[0] for name in written] == [f"{STALE}1"]
+        readers = [n for n in wait.users if n.op != "output"]
+        assert {origin_of(n).rule for n in readers} == {"stale"}
+
+
+def _one_element_differs(run: Run, site: Site, fault: Fault, values: Mapping[str, Any]) -> None:
+    """Of what was hit; what is late is what the state holds."""
+    (struck,) = (
+        n
+        for n in run.after.walk()
+        if n.meta.get("fault") == site and origin_of(n).rule == fault.model
+    )
+    value, old = values[struck.name], values[site.name]
+    if fault.model == "stale":
+        late = next(
+            n for n in struck.all_input_nodes if n.op == "placeholder" and "state" in n.meta
+        )
+        assert bitwise(value, values[late.name])
+    else:
+        width = value.element_size()
+        parts = (x.contiguous().view(-1).view(torch.uint8).view(-1, width) for x in (old, value))
+        differs = torch.ne(*parts).any(1)
+        assert int(differs.sum()) == 1
 
 
 def _inputs(graph: TrainingGraph, seed: int, table: torch.Tensor, armed: bool) -> list[Any]:
