@@ -15,7 +15,7 @@ from fxpasses.passes.measure_norms import DECAY, FIELDS, STATISTICS, MeasureNorm
 from fxpasses.testing.check import check_run, settings
 from fxpasses.testing.oracles import ORACLES, Run
 from fxpasses.testing.strategies import SEEDS, environments
-from fxpasses.testing.synthetic import GradientGraph, parameter_name
+from fxpasses.testing.synthetic import GradientGraph, Leaf, parameter_name
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import run_world
 from tests.testing.compression import real_graphs
@@ -26,8 +26,6 @@ LEVELS = ("int8", "topk")
 
 def norms_of_what_adapts(examples: int) -> None:
     """Of each reduced gradient whose compression adapts: its norm, the average of that, and their number."""
-    # The first parameter does not; of the others those that have a level, or all if nobody says which have.
-    scheme = f"*=adaptive:levels={'/'.join(LEVELS)};*0*=none"
     chosen = st.dictionaries(st.integers(0, 4).map(parameter_name), st.sampled_from(LEVELS))
 
     @settings(examples)
@@ -38,11 +36,32 @@ def norms_of_what_adapts(examples: int) -> None:
         chosen: dict[str, str] | None,
         seed: int,
     ) -> None:
-        levels = None if chosen is None else tuple(sorted(chosen.items()))
-        environment = {**environment, "compression": scheme, "levels": levels}
-        check_run(MeasureNorms(), source, environment, seed, (*ORACLES, _measured, no_leftovers))
+        _held(source, environment, chosen, seed)
 
     search()
+
+
+def norms_of_wide_gradients() -> None:
+    """Of fp64; and behind one that has no level, in the same bucket."""
+    tangents = tuple(Leaf((size,), "float64") for size in (2, 3, 4, 5))
+    source = GradientGraph(tangents, gradients=(0, 1, 2, 3))
+    environment = {"world": 2, "reduce": "mean", "bucket_mb": 1.0, "group": "world"}
+    for chosen in (None, dict.fromkeys(map(parameter_name, (1, 3)), "int8")):
+        _held(source, environment, chosen, 0)
+
+
+SINGLE = (norms_of_wide_gradients,)
+
+
+def _held(
+    source: GradientGraph, environment: dict[str, Any], chosen: dict[str, str] | None, seed: int
+) -> None:
+    # The first parameter does not adapt, and shares buckets with those that do. Of the others those that have
+    # a level, or all if nobody says which have.
+    scheme = f"*=adaptive:levels={'/'.join(LEVELS)};*0*=int8"
+    levels = None if chosen is None else tuple(sorted(chosen.items()))
+    environment = {**environment, "compression": scheme, "levels": levels}
+    check_run(MeasureNorms(), source, environment, seed, (*ORACLES, _measured, no_leftovers))
 
 
 def _measured(run: Run) -> None:
