@@ -28,3 +28,7 @@ WRITTEN = (
     ),
 )
 EQUIVALENT: dict[str, str] = {}
+KNOWN = {
+    "condition: if 'bucket' in payload.meta: struck.meta['bucket'] = payload.meta['buc -> "
+    "if True: struck.meta['bucket'] = payload.meta['bucket']": "all that our passes send are buckets",
+}

@@ -6,18 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fxpasses.effects import is_launch
 from fxpasses.faults.models import AFTER, AT, BEFORE, FORMS, HITS, row_of
 from fxpasses.faults.sites import Site, places_of
 from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT, PAYLOAD, Fault, parse_faults
 from fxpasses.graph import DELIVERED, FAULT_NEWS, FAULT_TABLE, STALE, TrainingGraph, ancestors
-from fxpasses.passes.inject import Inject
+from fxpasses.passes.inject import Inject, InjectForward, InjectPayload
 from fxpasses.rewrite import origin_of
-from fxpasses.testing.oracles import Run
+from fxpasses.testing.check import check_run, settings
+from fxpasses.testing.oracles import ORACLES, Run
 from fxpasses.testing.oracles.numerics import bitwise
+from fxpasses.testing.strategies import SEEDS, environments
+from fxpasses.testing.synthetic import GradientGraph
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import World
+from tests.testing.compression import real_graphs
 
 BOTH = "bitflip bit=3 where=gradient;sign where=backward"
 IN_FORWARD = "bitflip bit=3 where=forward;sign where=forward"
@@ -33,6 +39,7 @@ def faults_as_promised(run: Run) -> None:
     if not places.sites:
         return
     _readers_get_it(run, places.sites)
+    assert all("effect" in n.meta for n in run.after.walk() if "fault" in n.meta)
     assert run.reports[0].counts == {"sites": len(places.sites)}
     assert len({site.number for site in places.sites}) == len(places.sites)
     site = places.sites[run.seed % len(places.sites)]
@@ -61,6 +68,33 @@ def faults_as_promised(run: Run) -> None:
         assert (hit[BEFORE] ^ hit[AFTER]) & mask == flipped
         assert 0 <= hit[AT] < site.numel if site.numel is not None else hit[AT] >= 0
     _only_what_depends(run, site, before[0], after[0])
+
+
+def faults_of_all_ways_to_send(examples: int) -> None:
+    """Payloads as they are, compressed, and in the order of the ranks."""
+
+    @settings(examples)
+    @given(real_graphs(), environments(3), st.sampled_from(("int4", "topk:ratio=0.3", None)), SEEDS)
+    def search(
+        source: GradientGraph, environment: dict[str, Any], scheme: str | None, seed: int
+    ) -> None:
+        order = "any" if scheme else "fixed"
+        environment = {**environment, "compression": scheme, "reduce_order": order}
+        oracles = (*ORACLES, faults_as_promised)
+        check_run(InjectPayload(PAYLOADS), source, environment, seed, oracles)
+
+    search()
+
+
+def states_are_asked_for() -> None:
+    """A forward holds the tables of faults if one may happen there."""
+    cpu = torch.device("cpu")
+    for text in ("sign where=backward", "sign where=forward;sign where=backward"):
+        found = {spec.kind for spec in InjectForward(text).forward_states(cpu)}
+        assert found == ({FAULT_TABLE, FAULT_NEWS} if "forward" in text else set())
+
+
+SINGLE = (states_are_asked_for,)
 
 
 def _every_gradient_has_one(run: Run, sites: Sequence[Site]) -> None:
