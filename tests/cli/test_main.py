@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from fxpasses import __version__
 from fxpasses.cli import main
 from fxpasses.cli.completion import pass_names
-from fxpasses.passes.base import Pass
+from fxpasses.passes.base import Pass, Report
 from fxpasses.passes.gradient_sync import GradientSync
 from fxpasses.registry import passes, register_pass
 
@@ -67,7 +67,8 @@ def test_a_pass_that_changes_numerics_is_listed_with_its_bound():
 
 
 def third_party(**attributes: object) -> type[Pass]:
-    namespace = {"name": "third_party", "stage": "joint", "__module__": __name__, **attributes}
+    namespace = {"name": "third_party", "stage": "joint", "__module__": __name__}
+    namespace |= {"run": lambda self, graph: Report(changed=False), **attributes}
     return dataclasses.dataclass(frozen=True)(type("ThirdParty", (Pass,), namespace))
 
 
@@ -89,6 +90,9 @@ class NeedsLevel(Pass):
 
     def error_bound(self) -> str:
         return f"|out - g| <= 2 ** -{self.level}"
+
+    def run(self, graph):
+        raise AssertionError("it is only listed")
 
 
 def test_a_pass_with_an_option_without_default_is_listed(own_registry):

@@ -18,7 +18,7 @@ from fxpasses.passes.replay import ReplayBackward, ReplayForward
 from fxpasses.testing import capture, programs
 from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
 from tests.graphs import checked, execute, mlp, nodes_with, random_inputs
-from tests.testing.regions import REGIONS, Modular
+from tests.testing.regions import REGIONS, in_modules
 
 GUARDS = "products on=recompute region={}"
 
@@ -151,16 +151,16 @@ def test_a_result_depends_on_what_it_is_computed_from():
 
 
 def test_a_fault_on_what_nobody_reads_stays_in_the_loop():
-    drawn = Modular(
-        GradientGraph(
-            tangents=(Leaf((3, 3)),),
-            saved=(Leaf((3, 3)),),
-            steps=(Step("product", 0, 1), Step("sum", 2), Step("neg", 3)),
-            gradients=(2,),
-        ),
-        (4,),
+    source = GradientGraph(
+        tangents=(Leaf((3, 3)),),
+        saved=(Leaf((3, 3)),),
+        steps=(Step("product", 0, 1), Step("sum", 2), Step("neg", 3)),
+        gradients=(2,),
+        input_gradients=(4,),
     )
-    graph = drawn.build()
+    graph = source.build()
+    graph.output_node.args = ((graph.gradients()[0].node, None),)
+    in_modules(graph, (4,))
     REGIONS.run(graph)
     faults = [n for n in graph.walk_deep() if "effect" in n.meta]
     assert len(faults) == 2

@@ -46,22 +46,25 @@ class Modular:
     sizes: tuple[int, ...]
 
     def build(self) -> TrainingGraph:
-        graph = self.graph.build()
-        numbers = itertools.chain.from_iterable(
-            [number] * size for number, size in enumerate(self.sizes)
-        )
-        for node, number in zip(graph.walk(), numbers, strict=False):
-            stack = "nn_module_stack" if self.graph.outputs else "fwd_nn_module_stack"
-            node.meta[stack] = {f"m{number}": (f"L['self'].m{number}", nn.Module)}
-        backward = (CheckGradientProducts(), CheckSums(), Inject(FAULTS["backward"]))
-        forward = (CheckProducts(), InjectForward(FAULTS["forward"]))
-        for current in forward if self.graph.outputs else backward:
-            current.run(graph)
-        graph.recompile()
-        return graph
+        return in_modules(self.graph.build(), self.sizes, forward=bool(self.graph.outputs))
 
     def source(self) -> str:
         return f"{self.graph.source()}\n# operators of m0, m1, …: {self.sizes}"
+
+
+def in_modules(
+    graph: TrainingGraph, sizes: tuple[int, ...], forward: bool = False
+) -> TrainingGraph:
+    """A graph whose operators belong to modules, so many to each; checked, with faults."""
+    numbers = itertools.chain.from_iterable([number] * size for number, size in enumerate(sizes))
+    for node, number in zip(graph.walk(), numbers, strict=False):
+        stack = "nn_module_stack" if forward else "fwd_nn_module_stack"
+        node.meta[stack] = {f"m{number}": (f"L['self'].m{number}", nn.Module)}
+    backward = (CheckGradientProducts(), CheckSums(), Inject(FAULTS["backward"]))
+    for current in (CheckProducts(), InjectForward(FAULTS["forward"])) if forward else backward:
+        current.run(graph)
+    graph.recompile()
+    return graph
 
 
 def modular_graphs(forward: bool = False) -> st.SearchStrategy[Modular]:
