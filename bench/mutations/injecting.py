@@ -23,4 +23,7 @@ WRITTEN = (
     ("a fault is no effect", '        struck.meta["effect"] = f"fault at {site}"\n', ""),
     ("news has no site", "        heard.meta[FAULT_NEWS] = site\n", ""),
 )
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "branch: select(graph, self.sites(graph), faults) if faults else [] -> "
+    "select(graph, self.sites(graph), faults)": "without faults none is selected",
+}

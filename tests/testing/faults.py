@@ -24,6 +24,7 @@ from fxpasses.testing.synthetic import GradientGraph
 from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import World
 from tests.testing.compression import real_graphs
+from tests.testing.refusals import refusal
 
 BOTH = "bitflip bit=3 where=gradient;sign where=backward"
 IN_FORWARD = "bitflip bit=3 where=forward;sign where=forward"
@@ -39,7 +40,10 @@ def faults_as_promised(run: Run) -> None:
     if not places.sites:
         return
     _readers_get_it(run, places.sites)
-    assert all("effect" in n.meta for n in run.after.walk() if "fault" in n.meta)
+    struck = [n for n in run.after.walk() if "fault" in n.meta]
+    assert all("effect" in n.meta for n in struck)
+    heard = {n.meta[FAULT_NEWS] for n in run.after.walk() if FAULT_NEWS in n.meta}
+    assert heard == {n.meta["fault"] for n in struck if origin_of(n).rule != "stale"}
     assert run.reports[0].counts == {"sites": len(places.sites)}
     assert len({site.number for site in places.sites}) == len(places.sites)
     site = places.sites[run.seed % len(places.sites)]
@@ -94,7 +98,13 @@ def states_are_asked_for() -> None:
         assert found == ({FAULT_TABLE, FAULT_NEWS} if "forward" in text else set())
 
 
-SINGLE = (states_are_asked_for,)
+def wrong_faults() -> None:
+    """What is no fault is refused as soon as it is said."""
+    message = refusal(lambda: InjectForward("nonsense where=forward"))
+    assert "option 'faults'" in message and "nonsense" in message
+
+
+SINGLE = (states_are_asked_for, wrong_faults)
 
 
 def _every_gradient_has_one(run: Run, sites: Sequence[Site]) -> None:

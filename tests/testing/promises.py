@@ -125,7 +125,7 @@ SINGLE: dict[str, tuple[Single, ...]] = {
     ),
     **dict.fromkeys(("check_sums", "check_products"), (*guards.SINGLE, *checksums.SINGLE)),
     **dict.fromkeys(("sums", "products"), checksums.SINGLE),
-    "inject": faults.SINGLE,
+    **dict.fromkeys(("inject", "injecting"), faults.SINGLE),
     "measure_norms": norms.SINGLE,
     "clip_norm": (clipping.what_is_not_finite,),
     "compress": compression.SINGLE,
