@@ -73,13 +73,13 @@ def check_pass(
             f"check_pass: graphs={graphs!r}; expected a strategy, such as `programs()`"
         )
     every = (*ORACLES, *oracles)
-    usual = joint_graphs() if current.stage == "joint" else gradient_graphs()
-    acted = _search(current, usual if graphs is None else graphs, wanted, every)
-    if count:
-        acted |= _search(current, strategies.programs(), count, every)
-    if count and current.stage == "joint":
-        acted |= _search(current, strategies.exported_programs(), count, every)
-    if not acted:
+    is_joint = current.stage == "joint"
+    if graphs is None:
+        graphs = joint_graphs() if is_joint else gradient_graphs()
+    searches = [(graphs, wanted), (strategies.programs(), count)]
+    searches += [(strategies.exported_programs(), count)] if is_joint else []
+    acted = [_search(current, found, number, every) for found, number in searches if number]
+    if not any(acted):
         raise OracleFailure(
             f"oracle 'acts': pass {current.spec!r}: left all of {wanted} graphs and {count} programs as they "
             "were, so nothing is proved; give `graphs`, a strategy of graphs in which it has work, or more "

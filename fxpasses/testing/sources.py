@@ -31,9 +31,6 @@ class _OfProgram:
     def source(self) -> str:
         return self.program.source()
 
-    def __repr__(self) -> str:
-        return repr(self.program)
-
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
@@ -60,9 +57,6 @@ class _Given:
 
     def source(self) -> str:
         return str(self.graph.graph)
-
-    def __repr__(self) -> str:
-        return "graph"
 
 
 def source_of(found: Any, stage: str) -> Source:

@@ -62,8 +62,8 @@ class Leaf:
         return torch.empty_strided(self.shape, self.stride(), dtype=dtype)
 
     def source(self) -> str:
-        reach = zip(self.shape, self.stride(), strict=True)
-        numel = 0 if 0 in self.shape else 1 + sum((s - 1) * t for s, t in reach)
+        value = self.empty()
+        numel = value.untyped_storage().nbytes() // value.element_size()
         drawn = f"torch.randn({numel}).to(torch.{self.dtype})"
         return f"{drawn}.as_strided({self.shape}, {self.stride()})"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,13 @@ def random_inputs(graph: TrainingGraph, seed: int = 0, sizes: Sizes = AS_TRACED)
         sizes: numbers for the symbols of sizes that vary; as they were traced if not given.
     """
     return [_value(node.meta["val"], role, seed, sizes) for node, role in graph.inputs()]
+
+
+def inputs_of_ranks(
+    graphs: Sequence[TrainingGraph], seed: int, sizes: Sizes = AS_TRACED
+) -> list[list[Any]]:
+    """`random_inputs` of graphs, one for each rank: of all ranks other ones."""
+    return [random_inputs(graph, seed * 97 + rank, sizes) for rank, graph in enumerate(graphs)]
 
 
 def _value(fake: Any, role: Role, seed: int, sizes: Sizes) -> Any:

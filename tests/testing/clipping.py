@@ -35,6 +35,13 @@ class Behind(ClipNorm):
     requires: ClassVar[frozenset[str]] = frozenset({"reduced"})
 
 
+def nothing_new_is_sent(run: Run) -> None:
+    """What was sent before is sent, in that order, and nothing else."""
+    assert [n.name for n in run.after.walk() if is_launch(n)] == [
+        n.name for n in run.before.walk() if is_launch(n)
+    ]
+
+
 def clipped_as_promised(run: Run) -> None:
     """Each gradient is multiplied by min(1, limit / (norm + 1e-6)) of the norm of all; the norm is written, and
     nothing is sent.
@@ -44,9 +51,7 @@ def clipped_as_promised(run: Run) -> None:
     if not gradients:
         assert not run.reports[0].changed
         return
-    assert [n.name for n in graph.walk() if is_launch(n)] == [
-        n.name for n in before.walk() if is_launch(n)
-    ]
+    nothing_new_is_sent(run)
     specs = {node.meta["state"] for node, _ in graph.inputs("state")}
     limit_spec = StateSpec(LIMIT_STATE, "", (), torch.float32, CPU, 1.0)
     assert {limit_spec, StateSpec(NORM_STATE, "", (), torch.float32, CPU)} <= specs

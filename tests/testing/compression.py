@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ from fxpasses.rewrite import Provenance, origin_of
 from fxpasses.testing.check import check_run
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.oracles.numerics import bitwise
-from fxpasses.testing.strategies import gradient_graphs
+from fxpasses.testing.strategies import environments, gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
-from fxpasses.testing.values import random_inputs
-from fxpasses.testing.world import run_world
+from tests.testing.again import again
 
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RULES = {"encode", "launch", "receive", "recode", "relaunch", "wait", "decode", "commit", "finite"}
@@ -55,6 +54,17 @@ def matrix_graphs() -> st.SearchStrategy[GradientGraph]:
     )
     leaves = st.lists(shapes, min_size=1, max_size=3).map(lambda s: tuple(map(Leaf, s)))
     return leaves.map(lambda t: GradientGraph(t, gradients=tuple(range(len(t)))))
+
+
+def all_ways_to_send(max_world: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Environments in which payloads are as they are, compressed, or in the order of the ranks."""
+    schemes = (None, None, "int4", "bf16", "topk:ratio=0.3", "powersgd:rank=1")
+    return st.builds(
+        lambda found, scheme, order: {**found, "compression": scheme, "reduce_order": order},
+        environments(max_world),
+        st.sampled_from(schemes),
+        st.sampled_from(("any", "fixed")),
+    )
 
 
 def compressed_as_promised(run: Run) -> None:
@@ -137,28 +147,6 @@ def _as_large_everywhere(run: Run) -> None:
         assert sizes(graph) == sizes(run.after), f"rank {rank} has other sizes"
 
 
-def _again(
-    run: Run,
-    graphs: Sequence[TrainingGraph],
-    change: Callable[[int, Role, torch.Tensor], torch.Tensor],
-) -> list[tuple[Any, ...]]:
-    """Outputs of graphs, one for each rank, for the same inputs once more, some of them changed.
-
-    Args:
-        change: makes a value from its rank, its role and the first run's value.
-    """
-    rows = [
-        [
-            change(rank, role, value)
-            for (_, role), value in zip(
-                graph.inputs(), random_inputs(graph, run.seed * 97 + rank), strict=True
-            )
-        ]
-        for rank, graph in enumerate(graphs)
-    ]
-    return run_world(graphs, rows)
-
-
 def _written(run: Run) -> list[dict[str, torch.Tensor]]:
     """By rank, the states that the first run wrote."""
     return [
@@ -171,7 +159,7 @@ def _second_step(run: Run, scheme: Scheme, gradients: dict[str, int], scale: int
     """All ranks have the same again, and what was not sent is sent with the next gradients."""
     before, first = run.traced_before.results, run.traced_after.results
     written = _written(run)
-    second = _again(run, run.afters, lambda rank, role, x: written[rank].get(role.name, x))
+    second = again(run, run.afters, lambda rank, role, x: written[rank].get(role.name, x))
     for name, index in gradients.items():
         assert all(bitwise(row[index], second[0][index]) for row in second), f"{name} differs"
     if scheme.momentum:
@@ -232,11 +220,11 @@ def not_poisoned(run: Run) -> None:
             return value
         return written[rank].get(role.name, value)
 
-    local = _again(run, [run.before] * run.world, spoil)
+    local = again(run, [run.before] * run.world, spoil)
     indices = [g.index for g in run.before.gradients()]
     if all(row[index].isfinite().all() for row in local for index in indices):
         return
-    for rank, row in enumerate(_again(run, run.afters, spoil)):
+    for rank, row in enumerate(again(run, run.afters, spoil)):
         for at, _, role in run.after.outputs("state"):
             assert bitwise(row[at], written[rank][role.name]), f"{role.name} is poisoned"
 
@@ -296,7 +284,7 @@ def _begins_where_it_ended(run: Run, rank: int) -> None:
         return starts.setdefault(role.name, drawn if is_subspace else drawn * 0)
 
     starts: dict[str, torch.Tensor] = {}
-    found = _again(run, run.afters, begin)[0]
+    found = again(run, run.afters, begin)[0]
     gradients = {g.parameter: g.index for g in run.before.gradients()}
     for node, role in graph.inputs("state"):
         if not role.name.startswith("subspace/"):

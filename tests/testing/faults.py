@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
+from custom_ops.bits import words
 from fxpasses.effects import is_launch
 from fxpasses.faults.models import AFTER, AT, BEFORE, FORMS, HITS, row_of
 from fxpasses.faults.sites import Site, places_of
 from fxpasses.faults.spec import BACKWARD, FORWARD, GRADIENT, PAYLOAD, Fault, parse_faults
-from fxpasses.graph import DELIVERED, FAULT_NEWS, FAULT_TABLE, STALE, TrainingGraph, ancestors
+from fxpasses.graph import DELIVERED, FAULT_NEWS, FAULT_TABLE, STALE, Role, ancestors
 from fxpasses.passes.inject import Inject, InjectForward, InjectPayload
 from fxpasses.rewrite import origin_of
 from fxpasses.testing.check import check_run, settings
 from fxpasses.testing.oracles import ORACLES, Run
 from fxpasses.testing.oracles.numerics import bitwise
-from fxpasses.testing.strategies import SEEDS, environments
+from fxpasses.testing.strategies import SEEDS
 from fxpasses.testing.synthetic import GradientGraph
-from fxpasses.testing.values import random_inputs
 from fxpasses.testing.world import World
-from tests.testing.compression import real_graphs
+from tests.testing.again import changed_inputs
+from tests.testing.compression import all_ways_to_send, real_graphs
 from tests.testing.refusals import refusal
 
 BOTH = "bitflip bit=3 where=gradient;sign where=backward"
@@ -49,12 +49,13 @@ def faults_as_promised(run: Run) -> None:
     site = places.sites[run.seed % len(places.sites)]
     number = site.faults[run.seed % len(site.faults)]
     fault = faults[number]
-    row = row_of(fault, site.number, site.dtype, run.seed)
     before = run.traced_after.results
-    table = torch.zeros(len(faults), len(row), dtype=torch.int64)
-    table[number] = torch.tensor(row)
-    inputs = [_inputs(g, run.seed * 97 + r, table, r == 0) for r, g in enumerate(run.afters)]
-    world = World(run.afters, inputs)
+    table = armed(run, site, number)
+
+    def on_the_first(rank: int, role: Role, value: Any) -> Any:
+        return table if rank == 0 and role.name == f"{FAULT_TABLE}/" else value
+
+    world = World(run.afters, changed_inputs(run, run.afters, on_the_first))
     after = world.run()
     _one_element_differs(run, site, fault, world.values(0))
     (at,) = [i for i, _, role in run.after.outputs("state") if role.name == f"{FAULT_NEWS}/"]
@@ -74,16 +75,21 @@ def faults_as_promised(run: Run) -> None:
     _only_what_depends(run, site, before[0], after[0])
 
 
+def armed(run: Run, site: Site, number: int) -> torch.Tensor:
+    """The table of faults, (faults, `models.ROW`) int64, with one of them at a site."""
+    faults = parse_faults(run.current.faults)  # type: ignore[attr-defined]
+    row = row_of(faults[number], site.number, site.dtype, run.seed)
+    table = torch.zeros(len(faults), len(row), dtype=torch.int64)
+    table[number] = torch.tensor(row)
+    return table
+
+
 def faults_of_all_ways_to_send(examples: int) -> None:
-    """Payloads as they are, compressed, and in the order of the ranks."""
+    """However payloads are sent."""
 
     @settings(examples)
-    @given(real_graphs(), environments(3), st.sampled_from(("int4", "topk:ratio=0.3", None)), SEEDS)
-    def search(
-        source: GradientGraph, environment: dict[str, Any], scheme: str | None, seed: int
-    ) -> None:
-        order = "any" if scheme else "fixed"
-        environment = {**environment, "compression": scheme, "reduce_order": order}
+    @given(real_graphs(), all_ways_to_send(3), SEEDS)
+    def search(source: GradientGraph, environment: dict[str, Any], seed: int) -> None:
         oracles = (*ORACLES, faults_as_promised)
         check_run(InjectPayload(PAYLOADS), source, environment, seed, oracles)
 
@@ -108,13 +114,13 @@ SINGLE = (states_are_asked_for, wrong_faults)
 
 
 def _every_gradient_has_one(run: Run, sites: Sequence[Site]) -> None:
-    of = {names for s in sites if s.phase == GRADIENT for names in [s.parameters]}
+    found = {s.parameters for s in sites if s.phase == GRADIENT}
     expected = {
         names
         for node, names in run.before.parameters_by_gradient().items()
         if node.meta["val"].dtype in FORMS and node.meta["val"].numel()
     }
-    assert of == (expected if run.current.name == Inject.name else set())
+    assert found == (expected if run.current.name == Inject.name else set())
 
 
 def _readers_get_it(run: Run, sites: Sequence[Site]) -> None:
@@ -139,7 +145,8 @@ def _readers_get_it(run: Run, sites: Sequence[Site]) -> None:
 
 def _travels(run: Run, site: Site) -> None:
     """What is sent is what was struck, and still a bucket; what comes too late is read by all who read."""
-    models = {parse_faults(PAYLOADS)[number].model for number in site.faults}
+    faults = parse_faults(run.current.faults)  # type: ignore[attr-defined]
+    models = {faults[number].model for number in site.faults}
     (name,) = (
         n.name
         for n in run.before.walk()
@@ -172,20 +179,7 @@ def _one_element_differs(run: Run, site: Site, fault: Fault, values: Mapping[str
         )
         assert bitwise(value, values[late.name])
     else:
-        width = value.element_size()
-        parts = (x.contiguous().view(-1).view(torch.uint8).view(-1, width) for x in (old, value))
-        differs = torch.ne(*parts).any(1)
-        assert int(differs.sum()) == 1
-
-
-def _inputs(graph: TrainingGraph, seed: int, table: torch.Tensor, armed: bool) -> list[Any]:
-    """The same as without a fault, but for the table."""
-    values = random_inputs(graph, seed)
-    roles = [role for _, role in graph.inputs()]
-    at = [r.name for r in roles].index(f"{FAULT_TABLE}/")
-    if armed:
-        values[at] = table
-    return values
+        assert int((words(old) != words(value)).sum()) == 1
 
 
 def _only_what_depends(run: Run, site: Site, before: Any, after: Any) -> None:

@@ -25,14 +25,13 @@ from fxpasses.rewrite import origin_of
 from fxpasses.testing.check import check_run, settings
 from fxpasses.testing.oracles import ORACLES, Run
 from fxpasses.testing.oracles.kept import no_dead_code
-from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
+from fxpasses.testing.strategies import SEEDS, gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph, Leaf
-from tests.testing.compression import real_graphs
+from tests.testing.compression import all_ways_to_send, real_graphs
 from tests.testing.strikes import alarms_of, bit_flip, increase, silent, struck, told_by
 
 C10D = torch.ops._c10d_functional
 _KINDS = ("sealed", "summed", "compared")
-_SCHEMES = (None, None, "int4", "bf16", "topk:ratio=0.3", "powersgd:rank=1")
 
 
 # What is above a limit
@@ -159,25 +158,12 @@ def _kind_of(node: fx.Node) -> str | None:
     return "sealed" if value.dtype == torch.uint8 else "compared"
 
 
-def all_ways_to_send(examples: int) -> None:
-    """Payloads as they are, compressed, and in the order of the ranks: all of them are checked."""
+def payloads_of_all_ways_to_send(examples: int) -> None:
+    """However they are sent, all payloads are checked."""
 
     @settings(examples)
-    @given(
-        real_graphs(),
-        environments(4),
-        st.sampled_from(_SCHEMES),
-        st.sampled_from(("any", "fixed")),
-        SEEDS,
-    )
-    def search(
-        source: GradientGraph,
-        environment: dict[str, Any],
-        scheme: str | None,
-        order: str,
-        seed: int,
-    ) -> None:
-        environment = {**environment, "compression": scheme, "reduce_order": order}
+    @given(real_graphs(), all_ways_to_send(4), SEEDS)
+    def search(source: GradientGraph, environment: dict[str, Any], seed: int) -> None:
         oracles = (*ORACLES, silent, payloads_as_promised, no_dead_code)
         run = check_run(CheckPayloads(), source, environment, seed, oracles)
         origins = map(origin_of, run.after.walk())

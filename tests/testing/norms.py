@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from fxpasses.effects import is_launch
+from fxpasses.graph import Role
 from fxpasses.passes.measure_norms import DECAY, FIELDS, STATISTICS, MeasureNorms
 from fxpasses.testing.check import check_run, settings
 from fxpasses.testing.oracles import ORACLES, Run
 from fxpasses.testing.strategies import SEEDS, environments
 from fxpasses.testing.synthetic import GradientGraph, Leaf, parameter_name
-from fxpasses.testing.values import random_inputs
-from fxpasses.testing.world import run_world
+from tests.testing.again import again
+from tests.testing.clipping import nothing_new_is_sent
 from tests.testing.compression import real_graphs
 from tests.testing.properties import no_leftovers
 
@@ -67,9 +66,7 @@ def _held(
 def _measured(run: Run) -> None:
     current = run.current
     assert isinstance(current, MeasureNorms)
-    assert [n.name for n in run.before.walk() if is_launch(n)] == [
-        n.name for n in run.after.walk() if is_launch(n)
-    ]
+    nothing_new_is_sent(run)
     sizes = {g.parameter: g.node.meta["val"].numel() for g in run.after.gradients()}
     known = sizes if current.levels is None else dict(current.levels)
     adapting = {name for name, size in sizes.items() if size and "0" not in name and name in known}
@@ -77,13 +74,11 @@ def _measured(run: Run) -> None:
     assert sorted(name for spec in states for name, _ in spec.parts) == sorted(adapting)
     assert run.reports[0].counts == {"measured": len(adapting)}
     _right(run, run.traced_after.given, run.traced_after.results[0])
-    inputs = [random_inputs(graph, run.seed * 97 + rank) for rank, graph in enumerate(run.afters)]
-    for row in inputs:
-        for at, (_, role) in enumerate(run.after.inputs()):
-            if role.kind == "tangent":
-                row[at] = row[at] * torch.inf
-    given = [x.clone() if isinstance(x, Tensor) else x for x in inputs[0]]
-    _right(run, given, run_world(run.afters, inputs)[0])
+
+    def infinite(rank: int, role: Role, value: Any) -> Any:
+        return value * torch.inf if role.kind == "tangent" else value
+
+    _right(run, run.traced_after.given, again(run, run.afters, infinite)[0])
 
 
 def _right(run: Run, given: Sequence[Any], results: Sequence[Any]) -> None:

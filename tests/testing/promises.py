@@ -86,7 +86,7 @@ DRAWN: dict[str, tuple[Search, ...]] = {
     "overflow": (scaling.overflow_of_buckets,),
     "clip_norm": (clipping.clipping_by_bucket, clipping.as_torch_clips),
     "compress": (schemes.schemes_side_by_side,),
-    "check_payloads": (guards.all_ways_to_send,),
+    "check_payloads": (guards.payloads_of_all_ways_to_send,),
     "inject": (faults.faults_of_all_ways_to_send,),
     "measure_norms": (norms.norms_of_what_adapts,),
     **dict.fromkeys(("exchange", "codecs", "feedback", "powersgd"), _EXCHANGED),

@@ -8,16 +8,15 @@ import dataclasses
 import itertools
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 from torch import nn
 
 from fxpasses.effects import is_launch
-from fxpasses.faults.models import HITS, row_of
+from fxpasses.faults.models import HITS
 from fxpasses.faults.sites import places_of
-from fxpasses.faults.spec import parse_faults
-from fxpasses.graph import ALARM, FAULT_NEWS, FAULT_TABLE, REPLAYED, TrainingGraph
+from fxpasses.graph import ALARM, FAULT_NEWS, FAULT_TABLE, REPLAYED, Role, TrainingGraph
 from fxpasses.guards.loops import LOOP
+from fxpasses.passes.base import Pass
 from fxpasses.passes.check_products import CheckGradientProducts, CheckProducts
 from fxpasses.passes.check_sums import CheckSums
 from fxpasses.passes.inject import Inject, InjectForward
@@ -25,8 +24,8 @@ from fxpasses.passes.replay import ReplayBackward, ReplayForward
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.synthetic import LAYOUTS, GradientGraph, Leaf, Step
-from fxpasses.testing.values import random_inputs
-from fxpasses.testing.world import run_world
+from tests.testing.again import again
+from tests.testing.faults import armed
 
 # Bit 14 is one of the mantissa or above in each dtype; where it is no more than rounding, nobody notices.
 FAULTS = {
@@ -56,12 +55,14 @@ def in_modules(
     graph: TrainingGraph, sizes: tuple[int, ...], forward: bool = False
 ) -> TrainingGraph:
     """A graph whose operators belong to modules, so many to each; checked, with faults."""
+    stack = "nn_module_stack" if forward else "fwd_nn_module_stack"
     numbers = itertools.chain.from_iterable([number] * size for number, size in enumerate(sizes))
     for node, number in zip(graph.walk(), numbers, strict=False):
-        stack = "nn_module_stack" if forward else "fwd_nn_module_stack"
         node.meta[stack] = {f"m{number}": (f"L['self'].m{number}", nn.Module)}
-    backward = (CheckGradientProducts(), CheckSums(), Inject(FAULTS["backward"]))
-    for current in (CheckProducts(), InjectForward(FAULTS["forward"])) if forward else backward:
+    passes: tuple[Pass, ...] = (CheckGradientProducts(), CheckSums(), Inject(FAULTS["backward"]))
+    if forward:
+        passes = (CheckProducts(), InjectForward(FAULTS["forward"]))
+    for current in passes:
         current.run(graph)
     graph.recompile()
     return graph
@@ -119,20 +120,18 @@ def replayed_as_promised(run: Run) -> None:
     assert run.reports[0].changed == bool(loops)
     assert run.reports[0].counts.get("regions", 0) == len(loops)
     assert not any(is_launch(n) for n in run.after.walk_deep())
-    faults = parse_faults(FAULTS["forward" if run.current.stage == "joint" else "backward"])
     places = places_of(run.after)
     assert places == places_of(run.before), "faults happen where they did"
     if not loops or not places.sites:
         return
     site = places.sites[run.seed % len(places.sites)]
     (number,) = site.faults
-    row = row_of(faults[number], site.number, site.dtype, run.seed)
-    table = torch.zeros(len(faults), len(row), dtype=torch.int64)
-    table[number] = torch.tensor(row)
-    clean = run.traced_after.results[0]
-    struck = run_world(
-        run.afters, [_inputs(g, run.seed * 97 + r, table) for r, g in enumerate(run.afters)]
-    )[0]
+    clean, table = run.traced_after.results[0], armed(run, site, number)
+
+    def everywhere(rank: int, role: Role, value: Any) -> Any:
+        return table if role.name == f"{FAULT_TABLE}/" else value
+
+    struck = again(run, run.afters, everywhere)[0]
     states = {r.name: struck[at].tolist() for at, _, r in run.after.outputs("state")}
     assert states[f"{FAULT_NEWS}/"][number][HITS] == 1
     if states[f"{REPLAYED}/"][0] != 1 or site.name not in _checked(run.before):
@@ -146,10 +145,3 @@ def replayed_as_promised(run: Run) -> None:
 def _checked(graph: TrainingGraph) -> set[str]:
     origins = [n.meta["provenance"] for n in graph.walk() if "provenance" in n.meta]
     return {origin.source for origin in origins if origin.rule == "checksum"}
-
-
-def _inputs(graph: TrainingGraph, seed: int, table: torch.Tensor) -> list[Any]:
-    values = random_inputs(graph, seed)
-    roles = [role.name for _, role in graph.inputs()]
-    values[roles.index(f"{FAULT_TABLE}/")] = table
-    return values

@@ -22,7 +22,7 @@ from fxpasses.testing.oracles.base import run_pass
 from fxpasses.testing.oracles.numerics import bitwise
 from fxpasses.testing.strategies import SEEDS, environments, gradient_graphs
 from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
-from fxpasses.testing.values import random_inputs
+from fxpasses.testing.values import inputs_of_ranks, random_inputs
 from fxpasses.testing.world import run_world
 
 CPU = torch.device("cpu")
@@ -220,7 +220,7 @@ def _flagged_right(
     poison: float = INFINITY,
 ) -> None:
     """Where the last rank has one element of one input that is not finite, if any."""
-    rows = [random_inputs(graph, seed * 97 + rank) for rank, graph in enumerate(graphs)]
+    rows = inputs_of_ranks(graphs, seed)
     if poisoned is not None and inexact(rows[-1][poisoned]) and rows[-1][poisoned].numel():
         rows[-1][poisoned].as_strided((1,), (1,)).fill_(poison)
     for row in rows:

@@ -13,7 +13,7 @@ from torch import fx
 from fxpasses.graph import StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass, Report
 from fxpasses.testing.sizes import AS_TRACED, Sizes, other_sizes
-from fxpasses.testing.values import random_inputs
+from fxpasses.testing.values import inputs_of_ranks
 from fxpasses.testing.world import Launch, World, WorldError
 
 
@@ -134,7 +134,7 @@ def run_pass(
 
 def trace(graphs: Sequence[TrainingGraph], seed: int, sizes: Sizes = AS_TRACED) -> Trace:
     """Run graphs, one for each rank, on random inputs."""
-    inputs = [random_inputs(graph, seed * 97 + rank, sizes) for rank, graph in enumerate(graphs)]
+    inputs = inputs_of_ranks(graphs, seed, sizes)
     given = [x.clone() if isinstance(x, torch.Tensor) else x for x in inputs[0]]
     world = World(graphs, inputs)
     try:

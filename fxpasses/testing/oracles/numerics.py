@@ -52,8 +52,7 @@ def sizes_vary(run: Run) -> None:
     try:
         _ = elsewhere.traced_after
     except RuntimeError as error:
-        what = f"does not run any longer: {error}"
-        raise OracleFailure(f"oracle 'sizes_vary': pass {run.current.spec!r}: {what}") from error
+        fail("sizes_vary", elsewhere, f"does not run any longer: {error}")
     results_right(elsewhere)
 
 

@@ -138,13 +138,10 @@ def fakes_true(run: Run) -> None:
     where torch's own fakes are not true.
     """
     for node in run.after.graph.nodes:
-        said, is_so = (_form(x, run.sizes) for x in (node.meta.get("val"), _value(run, node)))
+        values = (node.meta.get("val"), run.traced_after.values.get(node.name))
+        said, is_so = (_form(value, run.sizes) for value in values)
         if said and is_so and said != is_so and not _torch_says(run.after, node, said):
             fail("fakes_true", run, f"its fake value is {said}, what comes out is {is_so}", node)
-
-
-def _value(run: Run, node: fx.Node) -> Any:
-    return run.traced_after.values.get(node.name)
 
 
 def _torch_says(graph: TrainingGraph, node: fx.Node, said: tuple[Any, ...]) -> bool:
