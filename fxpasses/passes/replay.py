@@ -49,7 +49,7 @@ class _Replay(Pass):
 
     def regions(self, graph: TrainingGraph) -> list[Region]:
         pattern = parse_guards(self.guards or "").region
-        found = regions_of(graph, pattern, self.among(graph)) if pattern else []
+        found = regions_of(graph, pattern, self.among(graph))
         return [region for region in found if region.is_checked]
 
     def has_work(self, graph: TrainingGraph) -> bool:
