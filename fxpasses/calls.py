@@ -131,7 +131,7 @@ class Calls:
                     state.copy_(new)
             return outputs[:own]
 
-        return guarded(alarms, run, buffers.values())
+        return guarded(alarms, run, buffers.values(), (spec.device for spec in specs))
 
     def backward(
         self, compiled: Compiled, compile_variant: Callable[[Backward], Compiled]
@@ -220,7 +220,8 @@ class Calls:
             return self.execute(call, way, again, filled)
 
         with waiting(self.unit.group, f"the backward of {self.unit.scope.code}"):
-            outputs = guarded(alarms, run, [s for s in states if s is not None])
+            written = [s for s in states if s is not None]
+            outputs = guarded(alarms, run, written, (spec.device for spec in backward.states))
         if call.binding.faults is not None and not self.unit.updates_parameters:
             call.binding.faults.after_backward(call.parameters)
         took_part = self._took_part(backward, states, flags)

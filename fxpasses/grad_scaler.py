@@ -61,7 +61,7 @@ class GradScaler:
         Raises:
             RuntimeError: when no parameter of this optimizer belongs to a model with a loss scale.
         """
-        self._runtimes += runtimes_of(optimizer)
+        self._runtimes += [r for r in runtimes_of(optimizer) if r not in self._runtimes]
         if self._enabled and not self._scalers():
             raise RuntimeError(
                 "GradScaler: no parameter of this optimizer belongs to a model that was compiled with option "

@@ -1,12 +1,14 @@
 """In front of each synchronising backward the ranks agree on what they are about to send.
 
 One all-reduce of a few integers, the same size whatever the plan, so that ranks with different plans learn of
-it together, before the first payload. Then, and only then, whole plans are exchanged. Nothing goes through the
-store. Where the group has a backend for CPU tensors it carries these, so that no device is waited for.
+it together, before the first payload. Then, and only then, whole plans are exchanged, each of them once.
+Nothing goes through the store. Where the group has a backend for CPU tensors it carries these, so that no
+device is waited for.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -17,7 +19,9 @@ from fxpasses.distributed.plans import Plan, Union, reconcile
 
 LABEL = "fxpasses::agreement"  # in a profile
 
-_unions: dict[tuple[object, ...], Union] = {}  # by the digests of all ranks' whole plans
+# What each rank of a group has told of its plans, by rank and digest; on all of its ranks the same.
+_plans: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Plan]]
+_plans = weakref.WeakKeyDictionary()
 
 
 def agree(group: Group, digest: tuple[int, int], plan: Callable[[], Plan]) -> Union | None:
@@ -39,15 +43,16 @@ def agree(group: Group, digest: tuple[int, int], plan: Callable[[], Plan]) -> Un
     if (first, second) == (-low_first, -low_second):
         return None
     whole = plan()
-    mine = torch.tensor(halves(whole.digest(reachable=True)), device=device)
+    mine = torch.tensor(halves(whole.digest(whole=True)), device=device)
     digests = [torch.empty_like(mine) for _ in range(group.size)]
     dist.all_gather(digests, mine, pg)
-    key = (id(pg), *(tuple(d.tolist()) for d in digests))
-    if key not in _unions:  # on all ranks alike: each entry was made by all of them together
+    known = _plans.setdefault(pg, {})
+    keys = [(rank, *digest.tolist()) for rank, digest in enumerate(digests)]
+    if not known.keys() >= set(keys):
         plans: list[Plan] = [whole] * group.size
         dist.all_gather_object(plans, whole, pg)
-        _unions[key] = reconcile(plans)
-    return _unions[key]
+        known.update(zip(keys, plans, strict=True))
+    return reconcile([known[key] for key in keys])
 
 
 def halves(digest: bytes) -> tuple[int, int]:

@@ -102,16 +102,17 @@ class Plan:
     works_on_gradients: str = ""
     levels: tuple[tuple[str, str], ...] = ()
 
-    def digest(self, reachable: bool = False) -> bytes:
+    def digest(self, whole: bool = False) -> bytes:
         """Equal on two ranks exactly if they will send the same.
 
         Args:
-            reachable: count in what could take part.
+            whole: count in what could take part, and what the code does with `.grad`.
         """
-        tensors = (self.parameters, self.buffers, self.reachable if reachable else ())
+        tensors = (self.parameters, self.buffers, self.reachable if whole else ())
         forms = [[dataclasses.astuple(form)[:-1] for form in some] for some in tensors]
         wire = [c.on_the_wire() for c in self.collectives]
         text = repr((self.code, self.instance, self.passes, self.levels, wire, forms))
+        text += repr((self.sets_gradients, self.works_on_gradients)) if whole else ""
         return hashlib.sha256(text.encode()).digest()
 
 

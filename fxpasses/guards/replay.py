@@ -17,7 +17,10 @@ def recomputes(alarms: Alarms | None) -> bool:
 
 
 def guarded(
-    alarms: Alarms | None, run: Callable[[], Result], written: Iterable[torch.Tensor]
+    alarms: Alarms | None,
+    run: Callable[[], Result],
+    written: Iterable[torch.Tensor],
+    devices: Iterable[torch.device] = (),
 ) -> Result:
     """Run a region; where its guards alarm and that is what is to be done, once more.
 
@@ -26,6 +29,7 @@ def guarded(
 
     Args:
         run: leaves its inputs as they are, but for `written` and the state of torch's random numbers.
+        devices: that it draws these on, besides the CPU.
 
     Raises:
         FaultDetected: if there is an alarm again.
@@ -34,7 +38,7 @@ def guarded(
         return run()
     tensors = list(written)
     kept = [tensor.clone() for tensor in tensors]
-    random = torch.get_rng_state()
+    draw_again = _random_numbers(devices)
     result = run()
     found = alarms.take()
     if found is None:
@@ -42,7 +46,7 @@ def guarded(
     with torch.no_grad():
         for tensor, value in zip(tensors, kept, strict=True):
             tensor.copy_(value)
-    torch.set_rng_state(random)
+    draw_again()
     result = run()
     alarms.note(found)
     again = alarms.take()
@@ -52,3 +56,17 @@ def guarded(
             "did not when it was recomputed; the fault is not transient"
         )
     return result
+
+
+def _random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Remember where torch's generators are; what is returned puts them back there."""
+    cpu = torch.get_rng_state()
+    modules = [(torch.get_device_module(d), d) for d in {*devices} if d.type != "cpu"]
+    states = [(module, device, module.get_rng_state(device)) for module, device in modules]
+
+    def put_back() -> None:
+        torch.set_rng_state(cpu)
+        for module, device, state in states:
+            module.set_rng_state(state, device)
+
+    return put_back

@@ -43,6 +43,7 @@ def trace(rank: int, inputs, backend: str, loop: str) -> tuple[list[float], list
             scaler.step(optimizer)
             scaler.update()
             assert scaler.get_scale() == scale_of(model)
+            assert len(scaler._runtimes) == 1, "what it knows grows with each step"
         optimizer.zero_grad()
         scales.append(scale_of(model))
         skipped.append(fxpasses.runtime(model).last_step.skipped)

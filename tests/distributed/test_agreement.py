@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxpasses.distributed import agreement
 from fxpasses.distributed.agreement import LABEL, agree, halves
 from fxpasses.distributed.group import resolve
 from fxpasses.distributed.plans import Form, Plan, PlanMismatch, Union
@@ -180,6 +182,32 @@ def test_plans_are_exchanged_once_for_each_way_to_differ():
         assert alike == (None, AGREED)
         assert other == (union("ab"), exchanged)
         assert asked == 4  # whatever could take part may have changed
+
+
+def known_plans(rank: int) -> list:
+    turns = [("ab", "a"), ("b", "ab"), ("b", "a"), ("ab", "a")]
+    return [counted(lambda names=names: agreed(plan(names[rank]))) for names in turns]
+
+
+def test_other_ways_to_differ_need_no_exchange_of_plans_that_are_known():
+    for found in run_ranks(known_plans, 2):
+        unions, counts = zip(*found, strict=True)
+        assert unions == (union("ab"), union("ba"), union("ba"), union("ab"))
+        assert [count["gloo:all_gather"] for count in counts] == [3, 3, 1, 1]
+
+
+def after_its_end(rank: int) -> list[int]:
+    agreed(plan("ab"[: rank + 1]))
+    groups = [len(agreement._plans)]
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    return [*groups, len(agreement._plans)]
+
+
+def test_what_a_group_knows_goes_with_it():
+    """A group that is made anew may have its address, on some ranks."""
+    assert run_ranks(after_its_end, 2) == [[1, 0]] * 2
 
 
 def in_part_of_the_world(rank: int) -> Union | str | None:

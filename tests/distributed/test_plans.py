@@ -146,6 +146,13 @@ def test_the_digest_is_the_same_for_what_does_not_travel(what):
     assert other.digest() == WHOLE.digest()
 
 
+@pytest.mark.parametrize(
+    "what", ["what is reachable", "whose .grad the code sets", "what the code does with gradients"]
+)
+def test_the_digest_of_the_whole_tells_what_ranks_reconcile_by(what):
+    assert ALIKE[what](WHOLE).digest(whole=True) != WHOLE.digest(whole=True)
+
+
 def test_every_field_of_a_plan_is_told_apart_or_alike():
     """A new field must be put into one of the two lists."""
     seen = {field.name: set() for field in dataclasses.fields(Plan)}
