@@ -18,6 +18,7 @@ from torch import fx
 
 from fxpasses.dynamo import module_of
 from fxpasses.effects import is_collective
+from fxpasses.finite import is_inexact
 from fxpasses.rewrite import Provenance, model_line, origin_of
 
 NAN, INF = "nan", "inf"
@@ -168,7 +169,7 @@ def kind_of(value: Any) -> str:
 
 
 def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return isinstance(value, torch.Tensor) and is_inexact(value)
 
 
 def _extremes(node: fx.Node, value: torch.Tensor) -> Extremes:

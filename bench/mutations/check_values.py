@@ -3,11 +3,7 @@
 WRITTEN = (
     ("limit of the sum", "~((g.abs() <= limit)", "~((g.abs().sum() <= limit)"),
     ("one sign only", "g.abs() <= limit", "g <= limit"),
-    ("every element has to be above", "& g.isfinite()).all()", "& g.isfinite()).any()"),
-    (
-        "bits in place of numbers left out",
-        'g.meta["val"].is_floating_point()',
-        'g.meta["val"].dim()',
-    ),
+    ("every element has to be above", "& is_finite(g)).all()", "& is_finite(g)).any()"),
+    ("gradients without dimensions left out", 'is_inexact(g.meta["val"])', 'g.meta["val"].dim()'),
 )
 EQUIVALENT: dict[str, str] = {}

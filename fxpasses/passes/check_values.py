@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from fxpasses.finite import is_finite, is_inexact
 from fxpasses.graph import TrainingGraph
 from fxpasses.guards.alarms import write_alarms
 from fxpasses.guards.option import parse_guards
@@ -46,7 +47,7 @@ class CheckValues(Pass):
             flag = splice(
                 graph,
                 graph.behind(node),
-                lambda g: ~((g.abs() <= limit) & g.isfinite()).all(),
+                lambda g: ~((g.abs() <= limit) & is_finite(g)).all(),
                 node,
                 name=f"check_{node.name}",
                 provenance=Provenance(self.name, "limit", node.name, parameters=parameters),
@@ -58,4 +59,4 @@ class CheckValues(Pass):
 
 def _checked(graph: TrainingGraph) -> dict[torch.fx.Node, tuple[str, ...]]:
     gradients = graph.parameters_by_gradient()
-    return {g: names for g, names in gradients.items() if g.meta["val"].is_floating_point()}
+    return {g: names for g, names in gradients.items() if is_inexact(g.meta["val"])}

@@ -25,6 +25,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxpasses.finite import is_inexact
 from fxpasses.graph import LIMIT_STATE, NORM_STATE, Gradient, StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.rewrite import Provenance, splice
@@ -147,7 +148,7 @@ class _Part:
 
 def _measured(graph: TrainingGraph) -> list[Gradient]:
     values = [(gradient, gradient.node.meta["val"]) for gradient in graph.gradients()]
-    return [g for g, v in values if v.numel() and (v.is_floating_point() or v.is_complex())]
+    return [g for g, v in values if v.numel() and is_inexact(v)]
 
 
 def _parts(gradients: Sequence[Gradient]) -> list[_Part]:

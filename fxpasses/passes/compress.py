@@ -31,6 +31,7 @@ from fxpasses.codecs import loss_bound
 from fxpasses.compression import Rules, parse_rules, scheme_of
 from fxpasses.config import ANY
 from fxpasses.exchange import Exchange, exchange_of
+from fxpasses.finite import is_finite
 from fxpasses.graph import TrainingGraph
 from fxpasses.passes.base import Pass, Report, from_environment
 from fxpasses.reduction import (
@@ -225,7 +226,7 @@ class Compress(Pass):
             graph.output_node,
             lambda results: torch.stack(
                 [
-                    (x if exchange is None else exchange.telling(x)).isfinite().all()
+                    is_finite(x if exchange is None else exchange.telling(x)).all()
                     for x, exchange in zip(results, exchanges, strict=True)
                 ]
             ).all(),

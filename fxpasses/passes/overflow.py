@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from fxpasses.finite import is_finite, is_inexact
 from fxpasses.graph import OVERFLOW_STATE, StateSpec, TrainingGraph
 from fxpasses.passes.base import Pass, Report
 from fxpasses.precision import CLEAR, class_of
@@ -41,9 +42,7 @@ class Overflow(Pass):
         flag = splice(
             graph,
             graph.output_node,
-            lambda old, xs: torch.stack(
-                [old, *((~_is_finite(x)).any().float() for x in xs)]
-            ).amax(),
+            lambda old, xs: torch.stack([old, *((~is_finite(x)).any().float() for x in xs)]).amax(),
             graph.add_state(spec),
             nodes,
             name="overflow",
@@ -53,14 +52,9 @@ class Overflow(Pass):
         return Report(True, {"checked": len(nodes)})
 
 
-def _is_finite(x: torch.Tensor) -> torch.Tensor:
-    # torch's own way for complex numbers is not functional.
-    return x.real.isfinite() & x.imag.isfinite() if x.is_complex() else x.isfinite()
-
-
 def _may_overflow(node: fx.Node) -> bool:
     value = node.meta["val"]
-    return bool(value.numel()) and (value.is_floating_point() or value.is_complex())
+    return bool(value.numel()) and is_inexact(value)
 
 
 def _whole(node: fx.Node) -> fx.Node:

@@ -14,6 +14,8 @@ from fxpasses.effects import is_launch, is_wait
 from fxpasses.graph import StateSpec, TrainingGraph
 from fxpasses.passes.bucketing import Bucketing
 from fxpasses.passes.compress import Compress
+from fxpasses.testing.check import check_run
+from fxpasses.testing.synthetic import GradientGraph, Leaf, Step
 from fxpasses.testing.world import World
 from tests.graphs import C10D, backward_of, checked, doubled, mlp, nodes_with
 
@@ -190,6 +192,21 @@ def test_complex_gradients_without_a_scheme_keep_their_dtype_on_the_wire(fake_wo
     graph = doubled((3,), dtype=torch.complex64)
     with pytest.raises(ValueError, match="reduce_dtype='bf16' does not fit the complex gradient"):
         compressed(graph, fake_world, "*=none", dtype="bf16")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_complex_gradient_goes_beside_compressed_ones(world):
+    """Whether it is finite was asked for by an operator that writes its input."""
+    source = GradientGraph((Leaf((40,)), Leaf((3,))), (Step("complex64", 1),), gradients=(0, 2))
+    rules = "*=int8;layer1.weight=none"
+    environment = {"world": world, "group": "world", "reduce": "mean", "bucket_mb": 1.0}
+    run = check_run(Compress(scheme=rules), source, {**environment, "compression": rules})
+    assert run.reports[0].counts["buckets"] == 2 and run.reports[0].counts["compressed"] == 1
+    before, after = run.traced_before.results, run.traced_after.results
+    expected = torch.stack([row[1] for row in before]).mean(0)
+    torch.testing.assert_close(after[0][1], expected, rtol=1e-6, atol=1e-6)
+    residual = next(at for at, _, role in run.after.outputs("state"))
+    assert all(row[residual].any() for row in after)
 
 
 # Numbers

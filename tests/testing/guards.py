@@ -40,7 +40,7 @@ _KINDS = ("sealed", "summed", "compared")
 def limits_as_promised(run: Run) -> None:
     """Each rank counts its gradients with an element above the limit, or one that is not finite."""
     limit = parse_guards(run.current.guards).values  # type: ignore[attr-defined]
-    of = {n: names for n, names in run.before.parameters_by_gradient().items() if _is_float(n)}
+    of = {n: names for n, names in run.before.parameters_by_gradient().items() if _is_number(n)}
     index_of = {g.node: g.index for g in run.before.gradients()}
     assert run.reports[0].counts.get("checked", 0) == len(of)
     above: list[set[str]] = []
@@ -65,8 +65,8 @@ def limits_as_promised(run: Run) -> None:
     _told_of(run, struck(run, inside, readers, at_the_edge), above)
 
 
-def _is_float(node: fx.Node) -> bool:
-    return node.meta["val"].is_floating_point()
+def _is_number(node: fx.Node) -> bool:
+    return node.meta["val"].is_floating_point() or node.meta["val"].is_complex()
 
 
 def _is_above(value: Tensor, limit: float) -> bool:

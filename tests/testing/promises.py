@@ -8,6 +8,7 @@ from tests.testing import (
     cast_graphs,
     checksums,
     clipping,
+    complexes,
     compression,
     exchanges,
     faults,
@@ -64,6 +65,7 @@ PASSES: dict[str, tuple[str, ...]] = {
         name: (name,)
         for name in ("check_values", "check_gradients", "settle_checks", "check_payloads")
     },
+    "finite": ("overflow", "check_values"),
     **dict.fromkeys(("check_sums", "sums"), ("check_sums",)),
     "check_products": ("check_gradient_products", "check_products"),
     "agree_alarms": ("agree_alarms",),
@@ -86,7 +88,8 @@ DRAWN: dict[str, tuple[Search, ...]] = {
     "cast": (cast_graphs.marked_operators, cast_graphs.streams, cast_graphs.some_of_it),
     "overflow": (scaling.overflow_of_buckets,),
     "clip_norm": (clipping.clipping_by_bucket, clipping.as_torch_clips),
-    "compress": (schemes.schemes_side_by_side,),
+    "compress": (schemes.schemes_side_by_side, complexes.complex_gradients),
+    **dict.fromkeys(("check_values", "finite"), (complexes.complex_gradients,)),
     "check_payloads": (guards.payloads_of_all_ways_to_send,),
     "inject": (faults.faults_of_all_ways_to_send,),
     "measure_norms": (norms.norms_of_what_adapts,),
@@ -120,6 +123,7 @@ SINGLE: dict[str, tuple[Single, ...]] = {
     **dict.fromkeys(("gradient_sync", "reduction"), (properties.mean_keeps_large_numbers,)),
     "cast": cast_graphs.SINGLE,
     **dict.fromkeys(("loss_scale", "overflow"), scaling.SINGLE),
+    "finite": (*scaling.SINGLE, *complexes.SINGLE),
     **dict.fromkeys(
         ("check_values", "check_gradients", "check_payloads", "settle_checks"),
         guards.SINGLE,

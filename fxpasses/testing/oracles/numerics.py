@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxpasses.finite import is_inexact
 from fxpasses.graph import Role, TrainingGraph
 from fxpasses.passes.base import Pass
 from fxpasses.pipeline import Pipeline
@@ -58,7 +59,7 @@ def sizes_vary(run: Run) -> None:
 
 def _is_inexact(value: Any) -> bool:
     """Whether it holds numbers that may be rounded."""
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return isinstance(value, torch.Tensor) and is_inexact(value)
 
 
 def _within(
