@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxpasses.config import nearest
+from fxpasses.patterns import partition, quoted, split
 
 NONE, POWERSGD, ADAPTIVE = "none", "powersgd", "adaptive"
 NORM, BUDGET = POLICIES = ("norm", "budget")
@@ -191,7 +192,11 @@ def compression_text(value: Any) -> str:
     Raises:
         ValueError: naming what is wrong, what was got, and what would work.
     """
-    rules = parse_rules(value) if isinstance(value, str) else _rules_of(value)
+    return rules_text(parse_rules(value) if isinstance(value, str) else _rules_of(value))
+
+
+def rules_text(rules: Rules) -> str:
+    """Rules as they stand in a pipeline string; empty where nothing is compressed."""
     if all(scheme.scheme == NONE for _, scheme in rules):
         return ""
     if len(rules) == 1 and rules[0][0] == "*":
@@ -202,9 +207,10 @@ def compression_text(value: Any) -> str:
 def parse_rules(text: str) -> Rules:
     """`"int4:group=64"` or `"*=int4;*.bias=none"` → pairs of pattern and scheme."""
     rules = []
-    for item in filter(None, (part.strip() for part in text.split(";"))):
-        head, equals, rest = item.partition("=")
-        pattern, words = (head, rest) if equals and ":" not in head else ("*", item)
+    for item in filter(None, (part.strip() for part in split(text, ";"))):
+        head, equals, rest = partition(item, "=")
+        is_pattern = equals and len(split(head, ":")) == 1
+        pattern, words = (head, rest) if is_pattern else ("*", item)
         name, *pairs = words.split(":")
         rules.append((pattern.strip(), _scheme(name.strip(), dict(map(_pair, pairs)))))
     return tuple(rules)
@@ -249,7 +255,7 @@ def _rules_of(value: Any) -> Rules:
         )
     if "scheme" in value:
         return (("*", _from_mapping(value)),)
-    return tuple((str(pattern), _from_value(scheme)) for pattern, scheme in value.items())
+    return tuple((quoted(str(pattern)), _from_value(x)) for pattern, x in value.items())
 
 
 def _from_value(value: Any) -> Scheme:

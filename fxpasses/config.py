@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fxpasses.patterns import quoted
+
 REDUCTIONS = ("mean", "sum")
 ANY, FIXED = ORDERS = ("any", "fixed")
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -269,7 +271,7 @@ def _rules_text(rules: Any) -> str:
         return rules
     if not isinstance(rules, Mapping):
         raise ValueError(f"option 'precision_rules': got {rules!r}; expected a mapping")
-    return ";".join(f"{pattern}={kind}" for pattern, kind in rules.items())
+    return ";".join(f"{quoted(str(pattern))}={kind}" for pattern, kind in rules.items())
 
 
 def _compression_text(value: Any) -> str:

@@ -16,6 +16,8 @@ import fnmatch
 import torch
 from torch import fx
 
+from fxpasses.patterns import partition, split
+
 # By the words of options.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -86,8 +88,8 @@ def parse_rules(text: str) -> Rules:
         ValueError: for what is no such pair.
     """
     rules: list[tuple[str, str]] = []
-    for item in filter(None, (part.strip() for part in text.split(";"))):
-        pattern, equals, kind = (part.strip() for part in item.partition("="))
+    for item in filter(None, (part.strip() for part in split(text, ";"))):
+        pattern, equals, kind = (part.strip() for part in partition(item, "="))
         if not (pattern and equals) or kind not in CLASSES:
             raise ValueError(
                 f"option 'precision_rules': got {item!r}; expected pattern=class, class one of "

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from fxpasses.config import Hardening, nearest
 from fxpasses.passes.base import FROM_GROUP, STAGES, Pass
+from fxpasses.patterns import OPTIONS, split
 
 ENTRY_POINT_GROUP = "fxpasses.passes"
 PassType = TypeVar("PassType", bound=type[Pass])
@@ -121,12 +122,12 @@ def parse_pipeline(text: str) -> tuple[Pass, ...]:
         return ()
     found: list[Pass] = []
     position = 0
-    pattern = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\{([^{}]*)\})?\s*(,|$)")
+    pattern = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\{(" + OPTIONS + r")\})?\s*(,|$)")
     ended = False
     while not ended:
         match = pattern.match(text, position)
         if match is None:
-            readable = re.compile(r"\s*(?:[A-Za-z_]\w*\s*(?:\{[^{}]*\})?)?\s*").match(
+            readable = re.compile(r"\s*(?:[A-Za-z_]\w*\s*(?:\{" + OPTIONS + r"\})?)?\s*").match(
                 text, position
             )
             assert readable is not None
@@ -148,7 +149,7 @@ def _make(name: str, options: str) -> Pass:
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in options.split(","))):
+    for item in filter(None, (part.strip() for part in split(options, ","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
             raise ValueError(f"option 'passes': {name}{{{item}}}: expected option=value")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fxpasses.config import nearest
+from fxpasses.patterns import split
 
 FORWARD, BACKWARD, GRADIENT, PAYLOAD, UPDATE = PHASES = (
     "forward",
@@ -150,7 +151,7 @@ def faults_text(value: Any) -> str:
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
     """Read faults in either form, separated by semicolons."""
-    return tuple(_parse(part.strip()) for part in text.split(";") if part.strip())
+    return tuple(_parse(part.strip()) for part in split(text, ";") if part.strip())
 
 
 def check_ranks(text: str, world: int) -> None:
@@ -177,7 +178,7 @@ def _parse(item: str) -> Fault:
     if model not in MODELS:
         raise ValueError(f"option 'faults': unknown model {model!r}{nearest(model, MODELS)}")
     fields: dict[str, Any] = {"model": model}
-    words = body.split(",") if "{" in item else body.split()
+    words = split(body, ",") if "{" in item else body.split()
     for word in filter(None, (w.strip() for w in words)):
         key, equals, value = (part.strip() for part in word.partition("="))
         known = (*EVERYWHERE, *MODELS[model])

@@ -10,12 +10,12 @@ choice may too: the ranks see that from their plans, and send buckets of `bucket
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator
 
-from fxpasses.compression import adapts
+from fxpasses.compression import Scheme, adapts, parse_rules, rules_text
 from fxpasses.config import Hardening
 from fxpasses.graph import TrainingGraph, copied
+from fxpasses.patterns import exactly
 from fxpasses.pipeline import Pipeline
 from fxpasses.schedule.build import Program, build
 from fxpasses.schedule.machine import Machine
@@ -66,9 +66,8 @@ def _less_compressed(compression: str, program: Program) -> Iterator[str]:
     if not compression or adapts(compression):
         return
     buckets = list(dict.fromkeys(w.bucket for w in program.works if w.kind == LINK and w.bucket))
-    count = 1
+    rules, count = parse_rules(compression), 1
     while count < len(buckets):
         names = [name for bucket in buckets[:count] for name in bucket]
-        head = compression if "=" in compression.partition(":")[0] else f"*={compression}"
-        yield ";".join([head, *(f"{glob.escape(name)}=none" for name in names)])
+        yield rules_text((*rules, *((exactly(name), Scheme()) for name in names)))
         count *= 2

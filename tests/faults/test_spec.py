@@ -41,6 +41,13 @@ def test_where_selects_by_phase_name_and_operator():
     assert not fault.selects("forward", ["layers.1"], "mm")
 
 
+def test_a_name_may_hold_what_faults_are_separated_by():
+    first, second = parse_faults("zero{where=gradient:a[,]b=c,step=3};sign{where=gradient:x[;]y}")
+    assert first.selects("gradient", ["a,b=c"], "") and first.last == 3
+    assert second.selects("gradient", ["x;y"], "") and not second.selects("gradient", ["x"], "")
+    assert parse_faults(first.text) == (first,)
+
+
 counts = st.integers(1, 30)
 models = st.sampled_from(["bitflip", "zero", "scale", "truncate", "nan"])
 
