@@ -13,6 +13,7 @@ from fxpasses.effects import is_launch
 from fxpasses.graph import TrainingGraph, tangents_reaching
 from fxpasses.passes.participation import flagged_outputs
 from fxpasses.rewrite import Provenance, model_line
+from fxpasses.sizes import depends_on_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +68,13 @@ def _planned(node: fx.Node) -> PlannedCollective:
     provenance = node.meta.get("provenance") or Provenance(
         "program", "", node.name, model_line(node)
     )
+    numel = 0 if depends_on_data(value.numel()) else int(value.numel())
     return PlannedCollective(
         operator=node.target._opname,  # type: ignore[union-attr]
         group=str(node.args[-1]),
         dtype=_short(value.dtype),
-        numel=int(value.numel()),
-        bytes=int(value.numel()) * value.element_size(),
+        numel=numel,
+        bytes=numel * value.element_size(),
         parameters=provenance.parameters,
         model_line=provenance.model_line,
         made_by=provenance.pass_name,

@@ -21,7 +21,7 @@ class PlannedCollective:
         operator: functional collective, `"all_reduce"`.
         group: registered name of the process group.
         dtype: of the payload on the wire.
-        numel: elements of the payload on each rank.
+        numel: elements of the payload on each rank; 0 where only data decide.
         bytes: bytes of the payload on each rank (what travels depends on the algorithm: a ring all-reduce
             sends `2 (W - 1) / W` times as many).
         parameters: whose gradients it carries; empty for control messages.

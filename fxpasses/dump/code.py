@@ -81,13 +81,6 @@ def attribute(module: fx.GraphModule, path: str) -> Any:
     return operator.attrgetter(path)(module)
 
 
-def hint(size: Any) -> Any:
-    """The example value behind a symbolic number."""
-    return (
-        size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
-    )
-
-
 def comment_of(node: fx.Node) -> str:
     """What a node is and where it comes from."""
     provenance = node.meta.get("provenance")

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpasses.dump.code import hint
 from fxpasses.dump.dot import kind_of
 from fxpasses.effects import is_launch
 from fxpasses.graph import TrainingGraph
+from fxpasses.sizes import example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,5 +55,5 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
 
 def _size(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return math.prod(map(hint, value.shape)) * value.element_size()
+        return math.prod(map(example, value.shape)) * value.element_size()
     return sum(map(_size, value)) if isinstance(value, list | tuple) else 0

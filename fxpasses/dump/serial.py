@@ -18,10 +18,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpasses.dump.code import attribute, callee, hint, short_line
+from fxpasses.dump.code import attribute, callee, short_line
 from fxpasses.graph import Role, StateSpec, TrainingGraph
 from fxpasses.pipeline import Done
 from fxpasses.rewrite import Provenance, model_line
+from fxpasses.sizes import example
 
 FORMAT = 1
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
@@ -197,13 +198,13 @@ def _value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return {
             "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": [hint(x) for x in value.shape],
-            "stride": [hint(x) for x in value.stride()],
+            "shape": [example(x) for x in value.shape],
+            "stride": [example(x) for x in value.stride()],
             "device": str(value.device),
         }
     if isinstance(value, list | tuple):
         return [_value(x) for x in value]
-    return hint(value)
+    return example(value)
 
 
 def _read_value(data: Any, mode: FakeTensorMode) -> Any:

@@ -24,7 +24,6 @@ from fxpasses.dump.code import (
     attribute,
     call_of,
     comment_of,
-    hint,
     literal,
     on_one_line,
     registered_by,
@@ -33,6 +32,7 @@ from fxpasses.dump.code import (
 from fxpasses.effects import is_launch
 from fxpasses.graph import TrainingGraph
 from fxpasses.pipeline import Done
+from fxpasses.sizes import example
 
 
 def heading(previous: Done | None) -> str:
@@ -195,8 +195,8 @@ def _main(graph: TrainingGraph) -> list[str]:
 
 def _drawn(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return repr(hint(value))
-    size, stride = (tuple(map(hint, x)) for x in (value.shape, value.stride()))
+        return repr(example(value))
+    size, stride = (tuple(map(example, x)) for x in (value.shape, value.stride()))
     return f"drawn({size}, {stride}, {value.dtype}, {str(value.device)!r})"
 
 

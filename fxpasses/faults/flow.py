@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import networkx as nx
-import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
 from fxpasses.graph import TrainingGraph, subgraph_of
 from fxpasses.precision import operator_name
+from fxpasses.sizes import SYMBOLIC
 
 ENTRY = "graph"  # the block that a call of the graph begins in
 OUTSIDE = "the program outside of the graph"
@@ -197,4 +197,4 @@ def _is_node(value: Any) -> bool:
 def carries_tensor(node: fx.Node) -> bool:
     """Whether a node's value is a tensor, or several: not a size."""
     value = node.meta.get("val")
-    return not isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return not isinstance(value, (int, float, *SYMBOLIC))

@@ -15,6 +15,7 @@ from fxpasses.faults.spec import FORWARD, GRADIENT, PAYLOAD, UPDATE, Fault
 from fxpasses.graph import TrainingGraph, ancestors
 from fxpasses.precision import CLEAR, class_of, modules_of, operator_name
 from fxpasses.rewrite import model_line, origin_of
+from fxpasses.sizes import has_elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +215,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def _fits(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in FORMS and bool(value.numel() != 0)
+    return isinstance(value, torch.Tensor) and value.dtype in FORMS and has_elements(value)
 
 
 def computes(node: fx.Node) -> bool:

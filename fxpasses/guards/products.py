@@ -30,6 +30,7 @@ from torch import Tensor, fx
 
 from fxpasses.graph import TrainingGraph
 from fxpasses.precision import ALLOW, class_of, operator_name
+from fxpasses.sizes import may_have_elements
 
 DEVIATIONS = 8.0  # L
 WIDE = torch.float64
@@ -130,5 +131,7 @@ def _fits(node: fx.Node) -> bool:
     a, b, _ = parts(node)
     same = all(n.meta["val"].dtype == value.dtype for n in (a, b) if isinstance(n, fx.Node))
     scaled = any(node.kwargs.get(key, 1) != 1 for key in ("alpha", "beta"))
-    static = not any(isinstance(s, torch.SymInt) for s in a.meta["val"].shape[-1:])
-    return value.is_floating_point() and bool(value.numel() != 0) and same and not scaled and static
+    # What the bound depends on; there may be any number of rows.
+    summed = (*a.meta["val"].shape[-1:], *value.shape[-1:])
+    static = not any(isinstance(size, torch.SymInt) for size in summed)
+    return value.is_floating_point() and may_have_elements(value) and same and not scaled and static

@@ -47,6 +47,7 @@ from fxpasses.precision import (
     parse_rules,
 )
 from fxpasses.rewrite import Provenance, model_line, splice, wanted
+from fxpasses.sizes import has_one_element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +263,7 @@ def _is_constant(node: fx.Node, low: torch.dtype) -> bool:
         return False
     value = _value(node)
     fits = isinstance(value, int | float) and not torch.finfo(low).max < abs(value) < float("inf")
-    return fits and node.meta["val"].numel() == 1
+    return fits and has_one_element(node.meta["val"])
 
 
 def _value(node: fx.Node) -> Any:

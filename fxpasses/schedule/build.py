@@ -21,6 +21,7 @@ from fxpasses.schedule.cost import (
     Cost,
     Transfer,
     bytes_of,
+    evaluated,
     fused,
     is_view,
     seconds,
@@ -167,4 +168,4 @@ def _held(work: Work, sizes: dict) -> int:
         return 0
     made = [n for n in work.nodes if any(user not in work.nodes for user in n.users)]
     size = sum((bytes_of(node) for node in made), 0)
-    return int(size if isinstance(size, int) else size.subs(sizes))
+    return int(evaluated(size, sizes))

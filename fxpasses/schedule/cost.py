@@ -27,8 +27,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from fxpasses.schedule.machine import Machine
+from fxpasses.sizes import depends_on_data
 
 PENDING = "accumulation"  # what adds pending gradients, as their provenance says
+UNKNOWN = 8192  # elements, as Inductor has it
 WORLD = sympy.Symbol("W", positive=True, integer=True)
 
 
@@ -141,8 +143,19 @@ def seconds(
     Args:
         sizes: values of the graph's symbolic sizes.
     """
-    found = cost.formula(machine, world)
-    return float(found.subs(sizes)) if isinstance(found, sympy.Expr) else float(found)
+    return float(evaluated(cost.formula(machine, world), sizes))
+
+
+def evaluated(found: Any, sizes: Mapping[sympy.Symbol, int] = {}) -> Any:
+    """An amount as a number. Sizes that only data decide are `UNKNOWN`.
+
+    Args:
+        sizes: values of the graph's symbolic sizes.
+    """
+    if not isinstance(found, sympy.Expr):
+        return found
+    known = found.subs(sizes)
+    return known.subs(dict.fromkeys(known.free_symbols, UNKNOWN))
 
 
 def closed_form(costs: Iterable[Cost | Transfer]) -> sympy.Expr:
@@ -308,6 +321,8 @@ def sizes_of(graph: fx.Graph) -> dict[sympy.Symbol, int]:
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, torch.Tensor) else [value]
         for size in shape:
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            if not isinstance(size, torch.SymInt) or depends_on_data(size):
+                continue
+            if isinstance(size.node.expr, sympy.Symbol):
                 found[size.node.expr] = int(size.node.hint)
     return found

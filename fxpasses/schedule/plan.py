@@ -17,7 +17,15 @@ from fxpasses.graph import TrainingGraph, ancestors, copied
 from fxpasses.pipeline import build as build_pipeline
 from fxpasses.schedule.build import LAUNCH, WAIT, Program, Work, build
 from fxpasses.schedule.choose import choose
-from fxpasses.schedule.cost import Cost, Transfer, bytes_of, closed_form, seconds, sizes_of
+from fxpasses.schedule.cost import (
+    Cost,
+    Transfer,
+    bytes_of,
+    closed_form,
+    evaluated,
+    seconds,
+    sizes_of,
+)
 from fxpasses.schedule.machine import Machine
 from fxpasses.schedule.solve import lower_bound_of
 from fxpasses.schedule.tasks import COMPUTE, LINK, Schedule, Task, in_order, queued
@@ -291,16 +299,12 @@ def _memory(
         sizes = sizes_of(graph.graph)
         inputs |= {node.name for node, _ in graph.inputs()}
         for node, _ in graph.inputs("parameter"):
-            found["parameters"] += _number(bytes_of(node), sizes)
+            found["parameters"] += int(evaluated(bytes_of(node), sizes))
     for graph in backwards:
         sizes = sizes_of(graph.graph)
         for node, role in graph.inputs():
             if role.kind in ("saved", "state") and node.name not in inputs:
-                found[role.kind] += _number(bytes_of(node), sizes)
+                found[role.kind] += int(evaluated(bytes_of(node), sizes))
         for gradient in graph.gradients():
-            found["gradients"] += _number(bytes_of(gradient.node), sizes)
+            found["gradients"] += int(evaluated(bytes_of(gradient.node), sizes))
     return {**found, "in flight": schedule.peak_memory}
-
-
-def _number(value: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
-    return int(value.subs(sizes)) if isinstance(value, sympy.Expr) else int(value)

@@ -189,6 +189,11 @@ def _cell(kind: str, result: str) -> Callable[[int, int, int], Lines]:
     return lines
 
 
+def _over_batch(i: int, width: int, size: int) -> Lines:
+    """Each row as a mean of all rows: products whose columns, and whose sums, go over the batch."""
+    return Lines((), ("x = (x @ x.t()).softmax(1) @ x",), width)
+
+
 def _residual(i: int, width: int, size: int) -> Lines:
     init = f"self.m{i} = nn.Linear({width}, {width}, bias=False)"
     return Lines((init,), (f"x = x + self.m{i}(x).relu()",), width)
@@ -282,6 +287,7 @@ KINDS: dict[str, Callable[[int, int, int], Lines]] = {
     "rnn": _cell("RNNCell", ""),
     "gru": _cell("GRUCell", ""),
     "lstm": _cell("LSTMCell", "[0]"),
+    "over_batch": _over_batch,
     "residual": _residual,
     "views": _views,
     "in_place": _in_place,

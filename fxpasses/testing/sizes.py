@@ -13,19 +13,17 @@ import sympy
 import torch
 
 from fxpasses.graph import TrainingGraph
+from fxpasses.sizes import SYMBOLIC, example
 
 Sizes = Mapping[sympy.Symbol, int]
 AS_TRACED: Sizes = types.MappingProxyType({})
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MORE = (1, 2, 3, 5)
 
 
 def number(size: Any, sizes: Sizes = AS_TRACED) -> Any:
     """What a size stands for: with these numbers for its symbols, or as it was traced where none are given."""
-    if not isinstance(size, _SYMBOLIC):
-        return size
-    if not sizes:
-        return size.node.hint
+    if not isinstance(size, SYMBOLIC) or not sizes:
+        return example(size)
     kind = int if isinstance(size, torch.SymInt) else float
     return kind(size.node.expr.xreplace(sizes))
 
@@ -64,4 +62,4 @@ def _symbolic(graph: TrainingGraph) -> Iterator[Any]:
     for node, _ in graph.inputs():
         value = node.meta["val"]
         sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-        yield from (size for size in sizes if isinstance(size, _SYMBOLIC))
+        yield from (size for size in sizes if isinstance(size, SYMBOLIC))

@@ -19,7 +19,7 @@ from fxpasses.passes.check_sums import CheckSums
 from fxpasses.precision import ALLOW, class_of, operator_name
 from fxpasses.rewrite import origin_of
 from fxpasses.testing.capture import capture
-from fxpasses.testing.check import run_over
+from fxpasses.testing.check import check_run, run_over
 from fxpasses.testing.operators import OPERATORS, PRODUCTS
 from fxpasses.testing.oracles import Run
 from fxpasses.testing.program import Layer, Program
@@ -237,7 +237,18 @@ def chosen_sums() -> None:
         assert not CheckSums().run(dynamic).changed, "how many are added up is not known"
 
 
-SINGLE = (sums_of_layers, products_of_layers, chosen_products, chosen_sums)
+def columns_that_vary() -> None:
+    """The bound of a product depends on how many there are: they were burnt in. The sums of such a product that
+    go over what is known are checked.
+    """
+    program = Program((Layer("linear", 2), Layer("over_batch")), batch=3, dynamic=True)
+    for current in (CheckProducts(), CheckGradientProducts()):
+        run = check_run(current, program, {"world": 1, "group": "world"})
+        counts = run.reports[0].counts
+        assert run.other_sizes and counts["checked"] and counts["unchecked"]
+
+
+SINGLE = (sums_of_layers, products_of_layers, chosen_products, chosen_sums, columns_that_vary)
 
 
 def _far_off(seed: int) -> Damage:
