@@ -8,12 +8,12 @@ from __future__ import annotations
 import glob
 import re
 
-# A set of characters, as in a shell's patterns, or one character.
-_PARTS = re.compile(r"\[!?\]?[^\]]*\]|.", re.DOTALL)
+_SET = r"\[!?\]?[^\]]*\]"  # of characters, as in a shell's patterns
+_PARTS = re.compile(rf"{_SET}|.", re.DOTALL)
 # Where text is split; and a bracket that is not closed, which another one could close.
 _QUOTED = (*"=;:,{}", *" \t\n", "[")
 # What may stand between braces.
-OPTIONS = r"(?>\[!?\]?[^\]]*\]|[^{}])*+"
+OPTIONS = rf"(?>{_SET}|[^{{}}])*+"
 
 
 def quoted(pattern: str) -> str:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ def example(size: Any) -> Any:
         return size.node.hint
     known = size.node.expr.xreplace(size.node.shape_env.backed_var_to_val)
     return size.node.pytype(known.xreplace(dict.fromkeys(known.free_symbols, SOME)))
+
+
+def are_known(sizes: Iterable[Any]) -> bool:
+    """Whether all of them are numbers when the graph is compiled."""
+    return not any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def depends_on_data(size: Any) -> bool:

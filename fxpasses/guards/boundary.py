@@ -13,6 +13,7 @@ from fxpasses.effects import is_effectful
 from fxpasses.graph import FAULT_NEWS
 from fxpasses.guards.regions import Region, is_check
 from fxpasses.memory import shares_memory
+from fxpasses.sizes import are_known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ def refuse_unknown_sizes(region: Region) -> None:
     for node in region.nodes:
         values = pytree.tree_leaves(node.meta.get("val"))
         sizes = [size for v in values if isinstance(v, Tensor) for size in v.shape]
-        if any(isinstance(size, torch.SymInt) for size in sizes):
+        if not are_known(sizes):
             raise ValueError(
                 f"option 'guards': region: {region.name!r} computes {node.name!r}, whose size is not known at "
                 "compile time; compile with dynamic=False, or leave 'region' out"

@@ -30,7 +30,7 @@ from torch import Tensor, fx
 
 from fxpasses.graph import TrainingGraph
 from fxpasses.precision import ALLOW, class_of, operator_name
-from fxpasses.sizes import may_have_elements
+from fxpasses.sizes import are_known, may_have_elements
 
 DEVIATIONS = 8.0  # L
 WIDE = torch.float64
@@ -133,5 +133,5 @@ def _fits(node: fx.Node) -> bool:
     scaled = any(node.kwargs.get(key, 1) != 1 for key in ("alpha", "beta"))
     # What the bound depends on; there may be any number of rows.
     summed = (*a.meta["val"].shape[-1:], *value.shape[-1:])
-    static = not any(isinstance(size, torch.SymInt) for size in summed)
-    return value.is_floating_point() and may_have_elements(value) and same and not scaled and static
+    fits = same and not scaled and are_known(summed)
+    return value.is_floating_point() and may_have_elements(value) and fits

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from fxpasses.graph import TrainingGraph
 from fxpasses.guards.products import WIDE, disagrees
 from fxpasses.precision import CLEAR, class_of, operator_name
+from fxpasses.sizes import are_known
 
 Check = tuple[Callable[..., Tensor], tuple[Any, ...]]  # tensor code, what it is called with
 
@@ -65,7 +66,7 @@ def _differ(c: Tensor, a: Tensor, accumulator: torch.dtype | None = None) -> Ten
 def _sum(node: fx.Node) -> Check | None:
     x = _arguments(node)[0]
     value, result = x.meta["val"], node.meta["val"]
-    if value.dtype != result.dtype or not _is_known(value.shape):
+    if value.dtype != result.dtype or not are_known(value.shape):
         return None
     given: Any = node.args[1] if len(node.args) > 1 else None
     dims = {d % value.dim() for d in given or range(value.dim())}
@@ -132,12 +133,8 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
 def _known(check: Callable[..., Tensor], *nodes: Any) -> Check | None:
     """The check, if all sizes are known."""
     values = [node.meta["val"] for node in nodes]
-    sized = all(_is_known(value.shape) for value in values)
+    sized = all(are_known(value.shape) for value in values)
     return (check, nodes) if sized else None
-
-
-def _is_known(sizes: Iterable[Any]) -> bool:
-    return not any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _is_zero(node: Any) -> bool:
